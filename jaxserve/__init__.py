@@ -1,0 +1,48 @@
+"""jaxserve: serves open language models on NVIDIA GPUs and CPUs, with JAX.
+
+Public names: LLM, SamplingParams, Engine, AsyncEngine, EngineConfig. They are imported when they are first used, so
+that `import jaxserve` starts no JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncEngine
+    from jaxserve.engine import Engine
+    from jaxserve.launch import Launched, launch
+    from jaxserve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "Launched",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "ServerConfig",
+    "launch",
+]
+
+_LAZY = {
+    "LLM": "jaxserve.llm",
+    "AsyncEngine": "jaxserve.async_engine",
+    "Engine": "jaxserve.engine",
+    "Launched": "jaxserve.launch",
+    "launch": "jaxserve.launch",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,225 @@
+"""The engine behind asyncio: one thread steps it, each request is an async generator of outputs.
+
+Owns the thread, the inbox (add, abort) and one mailbox a request. A slow reader costs one merged output, not a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Protocol
+
+from jaxserve.engine import Bounds, Engine
+from jaxserve.prompts import Prompt, Tokenizes, bad_word_tokens, tokens_of
+from jaxserve.types import (
+    EngineDead,
+    InvalidRequest,
+    OutputKind,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """What is served: `launch.Launched`, or anything of its shape."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def tokenizer(self) -> Tokenizes: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def default_params(self) -> Mapping[str, object]: ...
+
+
+class _Mailbox:
+    """What one request's reader has not taken yet. Touched by the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._waiting: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, new: RequestOutput) -> None:
+        self._waiting = new if self._waiting is None else self._waiting.joined(new)
+        self._filled.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._filled.set()
+
+    async def take(self) -> RequestOutput:
+        await self._filled.wait()
+        self._filled.clear()
+        if self._waiting is None:
+            assert self._error is not None
+            raise self._error
+        out, self._waiting = self._waiting, None
+        if self._error is not None:
+            self._filled.set()
+        return out
+
+
+class AsyncEngine:
+    """An engine for many concurrent callers in one event loop.
+
+    `generate` may be called from the loop that runs when the first request comes. Closing its generator, or
+    cancelling the task that reads it, aborts the request.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._engine = served.engine
+        self.served = served
+        self.tokenizer = served.tokenizer
+        self.model_names = served.names
+        self.default_params = served.default_params
+        self.dead: BaseException | None = None
+        self._boxes: dict[str, _Mailbox] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def bounds(self) -> Bounds:
+        return self._engine.bounds
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.bounds.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.bounds.vocab
+
+    @property
+    def max_logprobs(self) -> int:
+        return self._engine.bounds.max_logprobs
+
+    @property
+    def is_running(self) -> bool:
+        return self.dead is None and not self._stopping
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose readers wait."""
+        return len(self._boxes)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request, as `params.output_kind` asks.
+
+        Raises:
+            InvalidRequest: the request cannot be served; nothing has happened.
+            EngineDead: the engine has failed.
+        """
+        arrival = time.monotonic()
+        text, ids = tokens_of(prompt, self.tokenizer)
+        request = Request(request_id, ids, params, text, priority, cache_salt, arrival)
+        self._engine.check(request)
+        banned = bad_word_tokens(params, self.tokenizer, self.bounds)
+        if self.dead is not None or self._stopping:
+            raise EngineDead(f"the engine is not running: {self.dead or 'it is shutting down'}") from self.dead
+        if request_id in self._boxes:
+            raise InvalidRequest(f"request_id {request_id!r} is in use by a running request", "request_id")
+        self._loop = asyncio.get_running_loop()
+        box = self._boxes[request_id] = _Mailbox()
+        self._post(lambda: self._engine.add(request, banned))
+        finished = False
+        sofar: RequestOutput | None = None
+        try:
+            while not finished:
+                new = await box.take()
+                finished = new.finished
+                sofar = new if sofar is None or params.output_kind is OutputKind.DELTA else sofar.joined(new)
+                if finished or params.output_kind is not OutputKind.FINAL_ONLY:
+                    yield sofar
+        finally:
+            self._boxes.pop(request_id, None)
+            if not finished:
+                self._post(lambda: self._engine.abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its reader gets a last output with finish_reason 'abort'."""
+        box = self._boxes.get(request_id)
+        if box is not None:
+            self._post(lambda: self._abort(request_id))
+
+    async def drain(self, timeout: float) -> bool:
+        """Waits until nothing runs, `timeout` seconds at most. Returns whether all ended by themselves."""
+        until = time.monotonic() + timeout
+        while self._boxes and self.dead is None and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return not self._boxes
+
+    def close(self) -> None:
+        """Stops the thread and frees the device memory. Open requests fail with `EngineDead`."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _abort(self, request_id: str) -> None:
+        last = self._engine.abort(request_id)
+        if last is not None:
+            self._deliver([last])
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                while self._inbox:
+                    self._inbox.popleft()()
+                outputs = self._engine.step()
+                if outputs:
+                    self._deliver(outputs)
+        except BaseException as e:  # noqa: BLE001 - whatever ends the thread must reach every reader
+            log.exception("the engine has failed; every open request ends with an error")
+            self.dead = e
+        self._fail_all(EngineDead(f"the engine has stopped: {self.dead or 'it was closed'}"))
+        self._engine.close()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; false when it is time to stop."""
+        with self._wake:
+            while not (self._inbox or self._engine.busy or self._stopping):
+                self._wake.wait()
+            return not self._stopping
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """One call into the event loop a step, whatever the number of requests."""
+        self._in_loop(lambda: [box.put(out) for out in outputs if (box := self._boxes.get(out.request_id))])
+
+    def _fail_all(self, error: EngineDead) -> None:
+        self._in_loop(lambda: [box.fail(error) for box in self._boxes.values()])
+
+    def _in_loop(self, action: Callable[[], object]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(action)
+

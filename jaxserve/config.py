@@ -1,0 +1,234 @@
+"""The one configuration: from a YAML file, keyword arguments or flags, checked once, then frozen.
+
+Field names are the flags' names (`max_model_len` is `--max-model-len`) and follow vLLM. A flag beats the YAML
+file, the YAML file beats the default. This file must never import jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Policy = Literal["fcfs", "priority"]
+OnRecompile = Literal["warn", "error"]
+LogprobsMode = Literal["raw_logprobs"]
+
+DEMO_MODEL = "smollm2-135m-instruct"
+
+
+def _option(default: object, help: str, **extra: object):  # noqa: ANN202 - a dataclass field
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is started with. Sizes in bytes unless named otherwise.
+
+    Raises:
+        ValueError: a value is impossible; the message names the field and what would be accepted.
+    """
+
+    model: str = _option(DEMO_MODEL, "local directory, .gguf file, Hugging Face id, or the demo model")
+    tokenizer: str | None = _option(None, "where the tokenizer is, if not with the model")
+    revision: str | None = _option(None, "branch, tag or commit of the Hugging Face repository")
+    served_model_name: tuple[str, ...] = _option((), "names that requests may use; the first one is in the answers")
+    dtype: Dtype = _option("auto", "of weights, activations and KV; auto keeps the checkpoint's")
+    max_model_len: int | Literal["auto"] | None = _option(
+        None, "longest sequence, prompt and answer; unset: the model's own; auto: what memory allows; 8k is 8192"
+    )
+    gpu_memory_utilization: float = _option(0.92, "share of the device memory that this engine may use")
+    kv_cache_memory_bytes: int | None = _option(None, "size of the KV pool, instead of gpu_memory_utilization")
+    block_size: int = _option(16, "tokens in a page of KV")
+    max_num_seqs: int | None = _option(None, "sequences in a step; default 64 on a CPU, 256 on a GPU")
+    max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 2048 on a CPU, 8192 on a GPU")
+    enable_prefix_caching: bool = _option(True, "keep the KV of full pages for prompts that begin alike")
+    enable_chunked_prefill: bool = _option(True, "let a prompt enter over several steps")
+    scheduling_policy: Policy = _option("fcfs", "who comes next: first come, or lowest priority value")
+    seed: int | None = _option(None, "makes requests without a seed of their own reproducible too")
+    tensor_parallel_size: int = _option(1, "devices that share every layer", short="-tp")
+    quantization: str | None = _option(None, "none, or what the checkpoint's config says", short="-q")
+    generation_config: str = _option("auto", "default sampling from the model (auto), a directory, or none (vllm)")
+    chat_template: str | None = _option(None, "a Jinja file or the template itself, instead of the model's")
+    max_logprobs: int = _option(20, "most logprobs a request may ask for; -1: the whole vocabulary")
+    deterministic: bool = _option(False, "same request, same bits, whatever else is running")
+    steps_in_flight: int = _option(2, "steps launched before the oldest result is read")
+    on_recompile: OnRecompile = _option("warn", "what to do if XLA compiles after warm-up")
+    compilation_cache_dir: str | None = _option(None, "where compiled programs are kept; empty string: nowhere")
+    num_pages: int | None = _option(None, "KV pages, instead of sizing the pool by memory", flag="--num-gpu-blocks-override")
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("served_model_name", _names(self.served_model_name))
+        put("max_model_len", _length("max_model_len", self.max_model_len))
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
+            put(name, _size(name, getattr(self, name)))
+        if self.quantization in ("none", ""):
+            put("quantization", None)
+        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _one_of("on_recompile", self.on_recompile, ("warn", "error"))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(f"block_size must be 8, 16, 32, 64 or 128, got {self.block_size}")
+        least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "tensor_parallel_size": 1, "steps_in_flight": 1}
+        for name, low in {**least, "num_pages": 2, "kv_cache_memory_bytes": 1, "max_logprobs": -1}.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP server is started with; the engine's half is `EngineConfig`."""
+
+    host: str = _option("0.0.0.0", "address to listen on")
+    port: int = _option(8000, "port to listen on")
+    api_key: tuple[str, ...] = _option((), "keys that clients must send; also JAXSERVE_API_KEY or VLLM_API_KEY")
+    shutdown_timeout: float = _option(25.0, "seconds that running requests get after SIGTERM")
+    metrics_prefix: str = _option("jaxserve", "prefix of metric names; vllm gives vLLM's exact names")
+    uvicorn_log_level: str = _option("warning", "critical, error, warning, info or debug")
+    disable_log_stats: bool = _option(False, "no line of statistics every ten seconds")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "api_key", _names(self.api_key))
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be in 0..65535, got {self.port!r}")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout must be 0 or more seconds, got {self.shutdown_timeout}")
+        _one_of("uvicorn_log_level", self.uvicorn_log_level, ("critical", "error", "warning", "info", "debug"))
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ValueError(f"metrics_prefix must be a Prometheus name, got {self.metrics_prefix!r}")
+
+
+# What vLLM has and this engine does not serve yet: refused by name, so that nobody believes it took effect.
+NOT_SERVED: frozenset[str] = frozenset(
+    """tokenizer_mode trust_remote_code hf_overrides override_generation_config model_impl skip_tokenizer_init
+    logprobs_mode runner convert load_format download_dir safetensors_load_strategy max_parallel_loading_workers
+    prefix_caching_hash_algo prefix_match_unit kv_cache_dtype kv_cache_dtype_skip_layers kv_offloading_size
+    kv_offloading_backend cpu_offload_gb enforce_eager disable_sliding_window max_num_active_seqs
+    long_prefill_token_threshold async_scheduling stream_interval max_num_queued_reqs max_num_queued_tokens watermark
+    scheduler_reserve_full_isl prefill_schedule_interval scheduler_cls cudagraph_capture_sizes
+    max_cudagraph_capture_size compilation_config attention_backend attention_config pipeline_parallel_size
+    data_parallel_size data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend
+    enable_expert_parallel enable_eplb prefill_context_parallel_size decode_context_parallel_size
+    distributed_executor_backend nnodes node_rank master_addr all2all_backend enable_dbo api_server_count
+    quantization_config speculative_config spec_method spec_model spec_tokens enable_lora max_loras max_lora_rank
+    max_cpu_loras lora_modules lora_dtype fully_sharded_loras uds allowed_origins allowed_methods allowed_headers
+    allow_credentials ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh root_path
+    middleware chat_template_content_format default_chat_template_kwargs trust_request_chat_template response_role
+    enable_auto_tool_choice tool_call_parser tool_parser_plugin tool_strict_level reasoning_parser
+    reasoning_parser_plugin enable_prompt_tokens_details enable_force_include_usage enable_per_request_metrics
+    enable_request_id_headers sse_keep_alive_interval enable_server_load_tracking disable_fastapi_docs
+    enable_tokenizer_info_endpoint fingerprint_mode h11_max_incomplete_event_size h11_max_header_count
+    disable_uvicorn_access_log disable_access_log_for_endpoints enable_log_requests enable_log_outputs
+    enable_log_deltas max_log_len aggregate_engine_logging log_level log_config_file log_error_stack
+    otlp_traces_endpoint collect_detailed_traces show_hidden_metrics_for_version kv_cache_metrics
+    custom_histogram_buckets cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details jit_monitor_mode
+    profiler_config watchdog_config structured_outputs_config kv_transfer_config kv_events_config
+    weight_transfer_config enable_sleep_mode logits_processors additional_config worker_extension_cls
+    limit_mm_per_prompt allowed_local_media_path allowed_media_domains enable_prompt_embeds swap_space""".split()
+)
+
+
+def names_of(*classes: type) -> dict[str, dataclasses.Field]:
+    """Every option of these configuration classes by its name, `num_gpu_blocks_override` for `num_pages` too."""
+    found = {f.name: f for c in classes for f in fields(c)}
+    aliases = {f.metadata["flag"].strip("-").replace("-", "_"): f for f in found.values() if "flag" in f.metadata}
+    return found | aliases
+
+
+def check_names(given: list[str], known: dict[str, dataclasses.Field], where: str) -> None:
+    """Refuses names that are not options. `where` says what was read: a file's name, or 'LLM(...)'.
+
+    Raises:
+        ValueError: a name is vLLM's but not served, or unknown (with the nearest known one).
+    """
+    for name in given:
+        if name in known:
+            continue
+        if name in NOT_SERVED:
+            raise ValueError(f"{where}: {name} is an option of vLLM that jaxserve does not serve yet; remove it")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+        raise ValueError(f"{where}: unknown option {name!r}{hint}")
+
+
+def read_yaml(path: str | Path) -> dict[str, object]:
+    """The options of a launch file, keys with - or _; `num_gpu_blocks_override` and the like by their field's name.
+
+    Raises:
+        ValueError: not a mapping, unreadable, or an unknown key.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as e:
+        raise ValueError(f"cannot read the configuration file {path}: {e}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+        raise ValueError(f"{path}: a configuration file is a mapping of option names to values")
+    known = names_of(EngineConfig, ServerConfig)
+    options = {k.replace("-", "_"): v for k, v in data.items()}
+    check_names(list(options), known, str(path))
+    return {known[name].name: value for name, value in options.items()}
+
+
+def split(options: dict[str, object]) -> tuple[EngineConfig, ServerConfig]:
+    """Both configurations from one mapping of checked names."""
+    server = {f.name for f in fields(ServerConfig)}
+    return (
+        EngineConfig(**{k: v for k, v in options.items() if k not in server}),  # type: ignore[arg-type]
+        ServerConfig(**{k: v for k, v in options.items() if k in server}),  # type: ignore[arg-type]
+    )
+
+
+def cache_dir(config: EngineConfig) -> str | None:
+    """Where compiled programs are kept between runs, or None for nowhere."""
+    if config.compilation_cache_dir is not None:
+        return config.compilation_cache_dir or None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jaxserve", "xla")
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(str(v) for v in value or ())  # type: ignore[attr-defined]
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
+
+
+def _size(name: str, value: object) -> int | None:
+    """An integer, or a string with a unit: vLLM's 1k = 1000, 1K = 1024."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(Ki|Mi|Gi|[kmgKMG]?)", str(value))
+    if not found:
+        raise ValueError(f"{name} must be an integer or a number with k, K, m, M, g or G, got {value!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _length(name: str, value: object) -> int | Literal["auto"] | None:
+    if value in ("auto", -1, "-1"):
+        return "auto"
+    if isinstance(value, str) and re.fullmatch(r"\d+k", value):
+        return int(value[:-1]) * 1024
+    size = _size(name, value)
+    if size is not None and size < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+    return size
+
+
+def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")

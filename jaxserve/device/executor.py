@@ -1,0 +1,200 @@
+"""Runs plans: uploads a few small buffers a step, launches programs that are already compiled, starts the copy back.
+
+Owns everything on the device: weights, KV pool, rows, workspace. Never waits, but for `Flight.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.device import mesh as meshes
+from jaxserve.device import rows as rowlib
+from jaxserve.device import step
+from jaxserve.device.programs import SCORED, Programs, Shapes
+from jaxserve.device.step import WANTS, Sampled
+from jaxserve.plan import Admission, Chunk, Scores, StepPlan, StepResult
+from jaxserve.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step, whose results are on their way to the host."""
+
+    emitting: int
+    scored: bool
+    sampled: Sampled | None
+    prompt: list[tuple[int, int, Sampled]]
+    """Place of the chunk in the plan, how many targets, their scores."""
+
+    def read(self) -> StepResult:
+        """Waits for the step."""
+        tokens, scores = np.zeros(0, np.int32), None
+        if self.sampled is not None:
+            tokens = np.asarray(self.sampled.tokens)
+            if self.scored:
+                scores = _scores(self.sampled, self.emitting)
+        pieces: dict[int, list[Scores]] = {}
+        for at, count, piece in self.prompt:
+            pieces.setdefault(at, []).append(_scores(piece, count))
+        return StepResult(tokens, scores, {at: _joined(found) for at, found in pieces.items()})
+
+
+class Executor:
+    """The device half of an engine."""
+
+    def __init__(self, shapes: Shapes, programs: Programs, leaves: list[jax.Array]) -> None:
+        self.shapes = shapes
+        self.leaves: list[jax.Array] = leaves
+        self._programs = programs
+        self._spare = shapes.rows.rows
+        rep = meshes.replicated(shapes.mesh)
+        self._rows = jax.jit(rowlib.empty, static_argnums=0, out_shardings=rep)(shapes.rows)
+        self._kv = tuple(_zeros(a) for a in shapes.kv)
+        self._work = jax.tree.map(_zeros, shapes.work)
+        self._wants = np.zeros((shapes.rows.rows + 1, len(WANTS)), np.int32)
+        self._full = np.zeros(shapes.rows.rows + 1, bool)
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Starts a step; returns before it has run."""
+        self._admit(plan.admissions)
+        self._forward(plan)
+        prompt = self._score(plan)
+        sampled, scored = self._sample(plan.chunks[: plan.emitting])
+        for array in jax.tree.leaves((sampled, [piece for _, _, piece in prompt])):
+            array.copy_to_host_async()
+        return Flight(plan.emitting, scored, sampled, prompt)
+
+    def rehearse(self, *, largest: bool) -> None:
+        """Runs the programs on nothing, so that the first request does not pay for loading them.
+
+        Where the work of a step follows its bucket even if nothing is in it (a CPU), the larger ones are left out.
+        """
+        buckets = self.shapes.buckets
+        self._rows = self._programs.admit(self._rows, rowlib.pack_admissions([], self._spare))
+        for tokens in buckets.tokens if largest else buckets.tokens[:1]:
+            self._forward(StepPlan(0, (), (), (), tokens, 0))
+        for rows in buckets.rows if largest else buckets.rows[:1]:
+            for full in (False, True):
+                packed = np.full(rows + len(WANTS), self._spare, np.int32)
+                packed[rows:] = 0
+                self._rows, _ = self._programs.sample[rows, full](self.leaves, self._rows, self._work.picked, packed)
+        jax.block_until_ready(self._rows)
+
+    def close(self) -> None:
+        """Frees the device memory."""
+        for array in jax.tree.leaves((self._rows, self._kv, self._work, self.leaves)):
+            array.delete()
+        self.leaves = []
+
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        for first in range(0, len(admissions), rowlib.ADMITTED):
+            some = list(admissions[first : first + rowlib.ADMITTED])
+            self._rows = self._programs.admit(self._rows, rowlib.pack_admissions(some, self._spare))
+        for a in admissions:
+            self._wants[a.row] = _wants(a)
+            self._full[a.row] = self._wants[a.row].any() or _limited(a)
+            if _limited(a):
+                new = rowlib.pack_limits(a, self.shapes.rows)
+                self._rows = self._programs.limit(self._rows, np.int32(a.row), new)
+            self._restore(a)
+
+    def _restore(self, a: Admission) -> None:
+        """Fills the table of a row whose first tokens are in the prefix cache."""
+        size, page = rowlib.RESTORED, self.shapes.step.page
+        for start in range(0, len(a.cached), size):
+            ids = _padded(a.cached[start : start + size], size)
+            pages = np.stack([_padded(g[start // page : (start + size) // page], size // page) for g in a.pages])
+            packed = np.array([a.row, start, min(size, len(a.cached) - start)], np.int32)
+            self._rows = self._programs.restore(self._rows, packed, ids, pages)
+
+    def _forward(self, plan: StepPlan) -> None:
+        tokens = next(t for t in self.shapes.buckets.tokens if t >= plan.tokens)
+        packed = self._pack(plan, tokens)
+        self._rows, self._kv, self._work = self._programs.forward[tokens](
+            self.leaves, self._rows, self._kv, self._work, packed
+        )
+
+    def _pack(self, plan: StepPlan, tokens: int) -> np.ndarray:
+        """The layout of `step.forward`."""
+        chunks, entries = self.shapes.chunks(tokens), self.shapes.entries(tokens)
+        packed = np.zeros(step.upload_size(tokens, chunks, entries), np.int32)
+        packed[:tokens] = -1
+        at = 0
+        for chunk in plan.chunks:
+            if chunk.ids:
+                packed[at : at + chunk.count] = chunk.ids
+            at += chunk.count
+        row = packed[tokens : tokens + chunks]
+        row[:] = self._spare
+        row[: len(plan.chunks)] = [c.row for c in plan.chunks]
+        packed[tokens + chunks : tokens + chunks + len(plan.chunks)] = [c.count for c in plan.chunks]
+        table = packed[tokens + 2 * chunks :].reshape(-1, 4)
+        table[:, 1] = self._spare
+        if plan.pages:
+            table[: len(plan.pages)] = [(e.group, e.row, e.index, e.page) for e in plan.pages]
+        return packed
+
+    def _score(self, plan: StepPlan) -> list[tuple[int, int, Sampled]]:
+        found: list[tuple[int, int, Sampled]] = []
+        first = 0
+        for place, chunk in enumerate(plan.chunks):
+            for i in range(0, len(chunk.targets), SCORED):
+                targets = chunk.targets[i : i + SCORED]
+                at = np.minimum(first + i + np.arange(SCORED, dtype=np.int32), first + chunk.count - 1)
+                got = self._programs.score(self.leaves, self._work.hidden, at, _padded(targets, SCORED))
+                found.append((place, len(targets), got))
+            first += chunk.count
+        return found
+
+    def _sample(self, chunks: Sequence[Chunk]) -> tuple[Sampled | None, bool]:
+        if not chunks:
+            return None, False
+        rows = [c.row for c in chunks]
+        size = next(r for r in self.shapes.buckets.rows if r >= len(rows))
+        wants = self._wants[rows].max(0)
+        packed = np.full(size + len(WANTS), self._spare, np.int32)
+        packed[: len(rows)] = rows
+        packed[size:] = wants
+        full = bool(self._full[rows].any())
+        self._rows, sampled = self._programs.sample[size, full](self.leaves, self._rows, self._work.picked, packed)
+        return sampled, bool(wants[WANTS.index("logprobs")])
+
+
+def _wants(a: Admission) -> list[int]:
+    """In the order of `WANTS`."""
+    p: SamplingParams = a.params
+    truncated = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    penalised = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+    several = any(len(words) > 1 for words in a.banned)
+    return [int(w) for w in (penalised, bool(p.logit_bias), several, truncated, p.logprobs is not None)]
+
+
+def _limited(a: Admission) -> bool:
+    """The row's masks, biases or bad words are not the empty ones."""
+    p = a.params
+    return bool(p.logit_bias or a.banned or p.min_tokens or p.allowed_token_ids is not None)
+
+
+def _padded(values: Sequence[int], size: int) -> np.ndarray:
+    out = np.zeros(size, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def _scores(s: Sampled, count: int) -> Scores:
+    arrays = (s.logprob, s.rank, s.top_ids, s.top_logprobs)
+    return Scores(*(np.asarray(a)[:count] for a in arrays))
+
+
+def _joined(pieces: list[Scores]) -> Scores:
+    fields = ("logprob", "rank", "top_ids", "top_logprobs")
+    return Scores(*(np.concatenate([getattr(p, f) for p in pieces]) for f in fields))
+
+
+def _zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()

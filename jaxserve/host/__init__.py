@@ -1,0 +1,1 @@
+"""The host half: which sequence computes how many tokens in a step, and what their text is. Never imports jax."""

@@ -1,0 +1,182 @@
+"""Requests as their callers see them: committed tokens become text, log probabilities and `RequestOutput`s.
+
+Owns what was said so far of each request; knows no row, page or step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.host.sequence import Sequence
+from jaxserve.host.text import Piece, TextStream, TokenStream
+from jaxserve.plan import Scores
+from jaxserve.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    RequestStats,
+    RequestTimes,
+    TokenLogprobs,
+)
+
+
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def stream(self, *, skip_special_tokens: bool, prompt: Seq[int]) -> TokenStream: ...
+
+    def token_text(self, token: int) -> str: ...
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence of a request, and what of it has not left yet."""
+
+    sequence: Sequence
+    stream: TextStream | None
+    cumulative: float | None
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: float = 0.0
+    """When its latest token came, in seconds on the monotonic clock."""
+    open: bool = True
+
+
+class Answer:
+    """A request and its choices."""
+
+    def __init__(self, request: Request, sequences: Seq[Sequence], vocabulary: Vocabulary) -> None:
+        self.request = request
+        self.times = RequestTimes(arrival=request.arrival)
+        self._vocabulary = vocabulary
+        wants = request.params.logprobs is not None
+        self._choices = [Choice(s, self._stream(), 0.0 if wants else None) for s in sequences]
+        self._prompt: list[TokenLogprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self._prompt = [None] * len(request.prompt_ids)
+        self._output_tokens = 0
+        self._said = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [choice.sequence for choice in self._choices]
+
+    @property
+    def finished(self) -> bool:
+        return not any(choice.open for choice in self._choices)
+
+    def scored(self, start: int, targets: Seq[int], scores: Scores) -> None:
+        """Log probabilities of the prompt tokens `targets`, which begin at position start + 1."""
+        if self._prompt is None:
+            return
+        want = self.request.params.prompt_logprobs or 0
+        for i, token in enumerate(targets):
+            self._prompt[start + 1 + i] = self._logprobs(scores, i, token, want)
+
+    def take(self, index: int, token: int, at: int, scores: Scores | None, now: float) -> tuple[Piece, float]:
+        """The next token of choice `index`: its text, and the seconds since the token before (0.0 for the first)."""
+        choice = self._choices[index]
+        gap, choice.last = (now - choice.last if choice.last else 0.0), now
+        if not self.times.first_token:
+            self.times = replace(self.times, first_token=now)
+        self.times = replace(self.times, last_token=now)
+        self._output_tokens += 1
+        choice.tokens.append(token)
+        if self.request.params.logprobs is not None and scores is not None:
+            found = self._logprobs(scores, at, token, self.request.params.logprobs)
+            choice.logprobs.append(found)
+            choice.cumulative = (choice.cumulative or 0.0) + found[token].logprob
+        return self._say(choice, token), gap
+
+    def output(self) -> RequestOutput:
+        """What is new since the last call."""
+        params = self.request.params
+        outputs = [self._delta(choice) for choice in self._choices if choice.tokens or choice.text or self._ending(choice)]
+        prompt_logprobs = tuple(self._prompt) if self._prompt is not None and not self._said else None
+        self._said = True
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_ids,
+            outputs=tuple(outputs),
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs if params.prompt_logprobs is not None else None,
+            num_cached_tokens=self._choices[0].sequence.cached,
+            metrics=self.times,
+        )
+
+    def stats(self, now: float, reason: FinishReason) -> RequestStats:
+        return RequestStats(
+            times=self.times,
+            finished=now,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self._choices[0].sequence.cached,
+            output_tokens=self._output_tokens,
+            finish_reason=reason,
+            n=self.request.params.n,
+            max_tokens=self.request.params.max_tokens,
+        )
+
+    def _stream(self) -> TextStream | None:
+        p = self.request.params
+        if not p.detokenize:
+            return None
+        tokens = self._vocabulary.stream(skip_special_tokens=p.skip_special_tokens, prompt=self.request.prompt_ids)
+        stops = p.stop if isinstance(p.stop, tuple) else ()
+        return TextStream(tokens, stops, include_stop=p.include_stop_str_in_output, min_tokens=p.min_tokens)
+
+    def _say(self, choice: Choice, token: int) -> Piece:
+        """Adds the token's text, and at the sequence's end what was held back."""
+        if choice.stream is None:
+            return Piece("")
+        s = choice.sequence
+        hidden = s.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        if hidden:
+            choice.stream.skip()
+            piece = Piece("")
+        else:
+            piece = choice.stream.push(token)
+        choice.text.append(piece.text)
+        if piece.stop is None and s.finish_reason is not None:
+            piece = choice.stream.flush()
+            choice.text.append(piece.text)
+        return piece
+
+    def _ending(self, choice: Choice) -> bool:
+        return choice.open and choice.sequence.finish_reason is not None
+
+    def _delta(self, choice: Choice) -> CompletionOutput:
+        s = choice.sequence
+        if s.finish_reason is not None:
+            choice.open = False
+        delta = CompletionOutput(
+            index=s.index,
+            text="".join(choice.text),
+            token_ids=tuple(choice.tokens),
+            cumulative_logprob=choice.cumulative,
+            logprobs=tuple(choice.logprobs) if self.request.params.logprobs is not None else None,
+            finish_reason=s.finish_reason,
+            stop_reason=s.stop_reason,
+        )
+        choice.text, choice.tokens, choice.logprobs = [], [], []
+        return delta
+
+    def _logprobs(self, scores: Scores, at: int, token: int, want: int) -> TokenLogprobs:
+        """The token itself first, then the `want` most likely ones (-1: all that were computed)."""
+        text = self._vocabulary.token_text
+        found = {token: Logprob(float(scores.logprob[at]), int(scores.rank[at]), text(token))}
+        ids: np.ndarray = scores.top_ids[at]
+        count = len(ids) if want < 0 else want
+        for rank, (other, value) in enumerate(
+            zip(ids[:count].tolist(), scores.top_logprobs[at][:count].tolist(), strict=True), start=1
+        ):
+            if other not in found:
+                found[other] = Logprob(value, rank, text(other))
+        return found

@@ -1,0 +1,194 @@
+"""Paged attention in plain XLA: for CPUs, for GPUs without a kernel of ours, and as the kernels' reference.
+
+Every token of the step attends over its own sequence, whose keys and values lie in pages. Owns the order of
+reduction; never knows a layer's weights, a scheduler, or how pages are chosen.
+
+The keys of a sequence are read in tiles of `TILE` tokens from position 0 on, and a token's tiles are always added in
+that order by one online softmax (Milakov and Gimelshein, arXiv:1805.02867), whether the token is decoded alone or
+enters with a long prompt. A tile that a token may not see changes nothing, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+TILE = 128
+"""Tokens of keys in a tile; a multiple of every page size."""
+QUERIES = 64
+"""Query tokens of one sequence that are computed together while a prompt enters."""
+
+Window = int | Int[Array, ""] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Where the step's T tokens belong. Chunk s holds tokens starts[s] .. starts[s] + counts[s] - 1.
+
+    Unused chunks have count 0, tokens behind the last chunk belong to none.
+    """
+
+    starts: Int[Array, " S"]
+    counts: Int[Array, " S"]
+    lengths: Int[Array, " S"]
+    """Tokens of the sequence up to the chunk's end."""
+    table: Int[Array, "S P"]
+    """Page of each `page` tokens of the sequence."""
+    slots: Int[Array, " T"]
+    """Where the token's key and value go: page * size + offset; out of range for tokens of no chunk."""
+
+
+def append(
+    kv: Float[Array, "pages page 2 K H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
+) -> Float[Array, "pages page 2 K H"]:
+    """Writes the step's keys and values in place (the pool is donated or carried)."""
+    flat = kv.reshape(-1, *kv.shape[2:])
+    return flat.at[slots].set(jnp.stack([k, v], 1).astype(kv.dtype), mode="drop").reshape(kv.shape)
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    kv: Float[Array, "pages page 2 K H"],
+    batch: Batch,
+    first: Int[Array, ""],
+    *,
+    window: Window,
+    scale: float,
+    uniform: bool = False,
+) -> Float[Array, "T N H"]:
+    """Attention of each token over its sequence up to itself, softmax in float32.
+
+    `first` is added to every page number: where the layer's pages begin in the pool. The cost follows the real
+    lengths, not the padding: the loops run as often as the longest sequence needs. Sequences that decode one token
+    are computed side by side, longer chunks in query tiles one after the other; `uniform` takes the second way for
+    all, so that a token's bits do not depend on how it came in.
+    """
+    tokens, heads, size = q.shape
+    kv_heads = kv.shape[3]
+    q = q.reshape(tokens, kv_heads, heads // kv_heads, size)
+    table = batch.table + first
+    long = (batch.counts > 0) if uniform else (batch.counts > 1)
+    out = _many_queries(q, kv, batch, table, jnp.where(long, batch.counts, 0), window, scale)
+    if not uniform:
+        one = _one_query(q, kv, batch, table, window, scale)
+        at = jnp.where(batch.counts == 1, batch.starts, tokens)
+        out = out.at[at].set(one, mode="drop")
+    return out.reshape(tokens, heads, size)
+
+
+def _one_query(
+    q: Float[Array, "T K G H"],
+    kv: Float[Array, "pages page 2 K H"],
+    batch: Batch,
+    table: Int[Array, "S P"],
+    window: Window,
+    scale: float,
+) -> Float[Array, "S K G H"]:
+    """The chunks of one token, side by side: as many rounds as the longest of them has tiles."""
+    q = q[jnp.minimum(batch.starts, q.shape[0] - 1)].astype(jnp.float32) * scale
+    at = jnp.where(batch.counts == 1, batch.lengths - 1, -1)
+    low = _first_visible(at, window)
+    per = TILE // kv.shape[1]
+
+    def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
+        pages = lax.dynamic_slice_in_dim(table, i * per, per, 1)
+        key = i * TILE + jnp.arange(TILE)
+        k, v = _read(kv, pages, key <= at[:, None])
+        scores = jnp.einsum("skgh,sckh->skgc", q, k)
+        seen = (key <= at[:, None]) & (key >= low[:, None])
+        return carry.add(scores, seen[:, None, None], lambda p: jnp.einsum("skgc,sckh->skgh", p, v))
+
+    begin = jnp.min(jnp.where(at >= 0, low, jnp.iinfo(jnp.int32).max)) // TILE
+    end = (jnp.max(at) + TILE) // TILE
+    return lax.fori_loop(jnp.minimum(begin, end), end, tile, _Sums.zero(q)).value().astype(kv.dtype)
+
+
+def _many_queries(
+    q: Float[Array, "T K G H"],
+    kv: Float[Array, "pages page 2 K H"],
+    batch: Batch,
+    table: Int[Array, "S P"],
+    counts: Int[Array, " S"],
+    window: Window,
+    scale: float,
+) -> Float[Array, "T K G H"]:
+    """The chunks of `counts` tokens, cut into query tiles of one sequence each."""
+    width = min(QUERIES, q.shape[0])
+    tiles = -(-counts // width)
+    ends = jnp.cumsum(tiles)
+    per = TILE // kv.shape[1]
+    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0), (0, 0)))
+
+    def one(n: Int[Array, ""], out: Float[Array, "Tq K G H"]) -> Float[Array, "Tq K G H"]:
+        s = jnp.searchsorted(ends, n, side="right", method="compare_all")
+        offset = (n - ends[s] + tiles[s]) * width
+        start = batch.starts[s] + offset
+        count = jnp.minimum(counts[s] - offset, width)
+        at = batch.lengths[s] - counts[s] + offset + jnp.arange(width)
+        low = _first_visible(at, window)
+        queries = lax.dynamic_slice_in_dim(padded, start, width, 0).astype(jnp.float32) * scale
+        queries = queries.transpose(1, 2, 0, 3)
+
+        def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
+            pages = lax.dynamic_slice(table, (s, i * per), (1, per))
+            key = i * TILE + jnp.arange(TILE)
+            k, v = _read(kv, pages, (key < batch.lengths[s])[None])
+            scores = jnp.einsum("kgqh,ckh->kgqc", queries, k[0])
+            seen = (key <= at[:, None]) & (key >= low[:, None])
+            return carry.add(scores, seen[None, None], lambda p: jnp.einsum("kgqc,ckh->kgqh", p, v[0]))
+
+        end = (at[0] + count - 1) // TILE + 1
+        sums = lax.fori_loop(low[0] // TILE, end, tile, _Sums.zero(queries))
+        new = sums.value().transpose(2, 0, 1, 3).astype(out.dtype)
+        old = lax.dynamic_slice_in_dim(out, start, width, 0)
+        mine = (jnp.arange(width) < count)[:, None, None, None]
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, new, old), start, 0)
+
+    out = lax.fori_loop(0, ends[-1], one, jnp.zeros_like(padded))
+    return out[: q.shape[0]]
+
+
+def _first_visible(at: Int[Array, "..."], window: Window) -> Int[Array, "..."]:
+    return jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
+
+
+def _read(
+    kv: Float[Array, "pages page 2 K H"], pages: Int[Array, "S per"], valid: Bool[Array, "S C"]
+) -> tuple[Float[Array, "S C K H"], Float[Array, "S C K H"]]:
+    """Keys and values of one tile a sequence, in float32. What is not the sequence's own reads as zero.
+
+    Behind its end lies whatever the page's last owner left; a NaN there would survive a weight of zero.
+    """
+    tile = kv[pages].reshape(pages.shape[0], TILE, *kv.shape[2:])
+    tile = jnp.where(valid[:, :, None, None, None], tile, 0).astype(jnp.float32)
+    return tile[:, :, 0], tile[:, :, 1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Sums:
+    """An online softmax: what the tiles so far add up to."""
+
+    total: Float[Array, "*rows H"]
+    top: Float[Array, "*rows"]
+    norm: Float[Array, "*rows"]
+
+    @staticmethod
+    def zero(like: Float[Array, "*rows H"]) -> _Sums:
+        rows = like.shape[:-1]
+        return _Sums(jnp.zeros(like.shape), jnp.full(rows, -1e30), jnp.zeros(rows))
+
+    def add(self, scores, seen, weigh) -> _Sums:  # noqa: ANN001 - f[*rows, C], bool, f[*rows, C] -> f[*rows, H]
+        scores = jnp.where(seen, scores, -1e30)
+        top = jnp.maximum(self.top, scores.max(-1))
+        p = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+        shrink = jnp.exp(self.top - top)
+        return _Sums(self.total * shrink[..., None] + weigh(p), top, self.norm * shrink + p.sum(-1))
+
+    def value(self) -> Float[Array, "*rows H"]:
+        return self.total / jnp.maximum(self.norm, 1e-30)[..., None]

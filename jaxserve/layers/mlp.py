@@ -1,0 +1,22 @@
+"""The gated feed-forward layer of Llama-like models."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import Linear
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one leaf [D, 2, F]."""
+
+    def __init__(self, embed: int, mlp: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.gate_up = Linear(embed, (2, mlp), ("embed", None, "mlp"), bias=bias, rngs=rngs, dtype=dtype)
+        self.down = Linear(mlp, (embed,), ("mlp", "embed"), bias=bias, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        y = self.gate_up(x)
+        return self.down(jax.nn.silu(y[:, 0]) * y[:, 1])

@@ -1,0 +1,46 @@
+"""The `jaxserve` command. Nothing here imports jax: help and chat answer at once, a server listens at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxserve import __version__
+from server import chat_cli, flags
+from server.serving import serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the process's exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="jaxserve", description="Serves open language models through the OpenAI API.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    serve_parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serves a model over HTTP; the demo model if none is named.",
+        allow_abbrev=False,
+    )
+    flags.add_flags(serve_parser)
+    chat_parser = commands.add_parser(
+        "chat",
+        help="talk to a running server from the terminal",
+        description="Talks to a running server from the terminal.",
+        allow_abbrev=False,
+    )
+    chat_cli.add_flags(chat_parser)
+    match words[:1]:
+        case ["serve"]:
+            return serve(*flags.read_flags(serve_parser, words[1:]))
+        case ["chat"]:
+            return chat_cli.chat(chat_parser.parse_args(words[1:]))
+        case []:
+            parser.print_help()
+            return 0
+        case _:
+            parser.parse_args(words)
+            return 2

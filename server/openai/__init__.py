@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API: chat, completions, models, and the shapes of their answers."""

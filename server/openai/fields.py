@@ -1,0 +1,77 @@
+"""Request fields that have no effect here: those refused by name, and those that nobody needs to hear about.
+
+A field that would change the answer is refused unless its value asks for what is done anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from server.body import Harmless
+
+_EITHER: dict[str, Harmless] = {
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json_object": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "prompt_logprob_token_ids": ([],),
+    "prompt_logprob_start": (0,),
+    "prompt_embeds": ([],),
+    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "return_weight_versions": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "routed_experts_prompt_start": (0,),
+}
+
+REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {**_EITHER, "suffix": ("",)}
+
+REFUSED_IN_CHAT: Mapping[str, Harmless] = {
+    **_EITHER,
+    "echo": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+    "documents": ([],),
+    "chat_template": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+REFUSED_IN_TOKENIZE: Mapping[str, Harmless] = {
+    "tools": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+
+IGNORED = frozenset(
+    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls
+    session_id stream_interval truncation_side""".split()
+)
+"""Bookkeeping: they do not change the answer."""

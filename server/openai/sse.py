@@ -1,0 +1,62 @@
+"""Server-sent events: `data: {json}` and a blank line, `[DONE]` at the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from server.errors import as_api_error, error_json
+from server.racing import ClientGone, race
+from server.service import Service
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = msgspec.json.Encoder().encode
+
+
+def event(record: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(record) + b"\n\n"
+
+
+class EventStream:
+    """An ASGI response that sends events as they come.
+
+    An error before the first event is an ordinary error response; a later one is an event, as 200 was said already.
+    The generator is closed when the client leaves, and waited for while a slow client does not read.
+    """
+
+    def __init__(self, service: Service, events: AsyncGenerator[bytes]) -> None:
+        self._service = service
+        self._events = events
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await race(self._pump(send), receive, self._service.stopping)
+        except ClientGone:
+            return
+        except Exception as error:
+            if not self._started:
+                raise
+            await _send(send, b"data: " + error_json(as_api_error(error)) + b"\n\n")
+        await _send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pump(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for data in events:
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await _send(send, data)
+
+
+async def _send(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})

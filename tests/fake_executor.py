@@ -1,0 +1,132 @@
+"""A device that can be computed by hand, and that checks what the real one could not survive.
+
+The token after a text is a function of the text. The pool is a table of what was written where, so that a step that
+would read another sequence's keys fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.plan import SCRATCH_PAGE, Chunk, StepPlan, StepResult
+
+VOCAB = 64
+
+
+def next_token(text: Sequence[int]) -> int:
+    """What follows `text`."""
+    return (31 * len(text) + 7 * sum(text) + text[-1]) % VOCAB
+
+
+def continuation(prompt: Sequence[int], count: int, stops: frozenset[int] = frozenset()) -> list[int]:
+    """What a sequence alone would answer."""
+    text = list(prompt)
+    while len(text) < len(prompt) + count:
+        text.append(next_token(text))
+        if text[-1] in stops:
+            break
+    return text[len(prompt) :]
+
+
+@dataclass
+class Row:
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class FakeFlight:
+    result: StepResult
+
+    def read(self) -> StepResult:
+        return self.result
+
+
+class FakeExecutor:
+    """Runs a plan at once; `depth` is the engine's affair."""
+
+    def __init__(self, page: int, windows: Sequence[int | None] = (None,), *, budget: int = 10**9, rows: int = 10**9) -> None:
+        self.page, self.windows, self.budget, self.max_rows = page, windows, budget, rows
+        self.rows: dict[int, Row] = {}
+        self.pools: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in windows]
+        self.steps: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> FakeFlight:
+        self.steps.append(plan)
+        assert 0 < plan.tokens == sum(c.count for c in plan.chunks) <= self.budget
+        assert len(plan.chunks) <= self.max_rows
+        assert len({c.row for c in plan.chunks}) == len(plan.chunks)
+        assert [c.emit for c in plan.chunks] == sorted((c.emit for c in plan.chunks), reverse=True)
+        for a in plan.admissions:
+            self.rows[a.row] = Row(list(a.cached), len(a.cached), [list(pages) for pages in a.pages])
+        written: list[set[int]] = [set() for _ in self.windows]
+        for e in plan.pages:
+            table = self.rows[e.row].pages[e.group]
+            assert e.index == len(table) and e.page != SCRATCH_PAGE
+            table.append(e.page)
+            assert e.page not in written[e.group], "a page is given to two sequences in one step"
+            written[e.group].add(e.page)
+        for chunk in plan.chunks:
+            self._write(chunk)
+        for chunk in plan.chunks:
+            self._read(chunk)
+        tokens = [self._sample(chunk) for chunk in plan.chunks if chunk.emit]
+        return FakeFlight(StepResult(np.array(tokens, np.int32), None, {}))
+
+    def _write(self, chunk: Chunk) -> None:
+        row = self.rows[chunk.row]
+        assert row.computed == chunk.start
+        if chunk.ids:
+            assert len(chunk.ids) == chunk.count and len(row.tokens) == chunk.start
+            row.tokens.extend(chunk.ids)
+        row.computed += chunk.count
+        assert row.computed <= len(row.tokens)
+        for at in range(chunk.start, row.computed):
+            for group, pool in enumerate(self.pools):
+                pool[row.pages[group][at // self.page], at % self.page] = tuple(row.tokens[: at + 1])
+
+    def _read(self, chunk: Chunk) -> None:
+        """Every key that the chunk looks at was written for exactly this text."""
+        row = self.rows[chunk.row]
+        for group, window in enumerate(self.windows):
+            low = 0 if window is None else max(0, chunk.start - window + 1)
+            for at in range(low, row.computed):
+                slot = (row.pages[group][at // self.page], at % self.page)
+                assert self.pools[group][slot] == tuple(row.tokens[: at + 1]), "reads a page of another text"
+
+    def _sample(self, chunk: Chunk) -> int:
+        row = self.rows[chunk.row]
+        assert row.computed == len(row.tokens)
+        row.tokens.append(next_token(row.tokens))
+        return row.tokens[-1]
+
+    def close(self) -> None:
+        self.rows.clear()
+
+
+class Letters:
+    """A vocabulary whose token t is a character."""
+
+    def __init__(self) -> None:
+        self.eos_token_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) % VOCAB for c in text]
+
+    def token_text(self, token: int) -> str:
+        return chr(ord("0") + token)
+
+    def stream(self, *, skip_special_tokens: bool, prompt: Sequence[int]) -> LetterStream:
+        return LetterStream()
+
+
+class LetterStream:
+    def step(self, token: int) -> str | None:
+        return chr(ord("0") + token)
+
+    def flush(self) -> str:
+        return ""

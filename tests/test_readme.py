@@ -1,0 +1,98 @@
+"""The README's examples run as they stand there, against a server that was started from somebody else's folder."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+START_SECONDS = 240
+
+# What a user's shell would have: no fake devices, and no folder in front of the installed packages.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+
+
+def _example(name: str) -> str:
+    """The fenced block under the comment `<!-- test: name -->`."""
+    found = re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README.md has no example named {name}"
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A server of the demo model, started where a user's own server.py and jaxserve/ lie."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "server.py").write_text("raise SystemExit('the wrong server')\n")
+    (folder / "jaxserve").mkdir()
+    (folder / "jaxserve" / "__init__.py").write_text("raise SystemExit('the wrong jaxserve')\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("jaxserve"), "serve", "--host", "127.0.0.1", "--port", str(number)]
+    log = folder / "log.txt"
+    with log.open("w") as out, subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out) as server:
+        try:
+            _wait_until_ready(number, server, log)
+            yield number
+        finally:
+            server.terminate()
+
+
+def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    pytest.fail(f"not ready after {START_SECONDS} s:\n{log.read_text()}")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_offline(tmp_path: Path):
+    script = tmp_path / "offline.py"
+    script.write_text(_example("offline"))
+    lines = [line for line in _run(sys.executable, str(script)).splitlines() if line.startswith("Prompt: ")]
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"Prompt: '.+', Generated text: ['\"].+['\"]", line) for line in lines)
+
+
+def test_curl(port: int):
+    answers = _run("bash", "-euc", _example("curl").replace("localhost:8000", f"127.0.0.1:{port}"))
+    assert '"smollm2-135m-instruct"' in answers
+    assert '"chat.completion"' in answers
+    assert "Paris" in answers
+
+
+def test_openai(port: int, tmp_path: Path):
+    script = tmp_path / "client.py"
+    script.write_text(_example("openai").replace("localhost:8000", f"127.0.0.1:{port}"))
+    assert "Paris" in _run(sys.executable, str(script))
+
+
+def test_first_screen_holds_the_two_commands():
+    first_screen = "\n".join(README.splitlines()[:24])
+    assert "make serve" in first_screen
+    assert "make test" in first_screen
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
+    assert [target for target in targets if not (ROOT / target).exists()] == []
