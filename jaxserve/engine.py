@@ -140,6 +140,7 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is not None:
             self._flying.append((plan, self._executor.launch(plan)))
+            self._note_admissions(plan)
         if not self._flying or (plan is not None and len(self._flying) < self._depth):
             return []
         plan, flight = self._flying.popleft()
@@ -167,6 +168,12 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """The next step raises this. Safe from any thread."""
         self._failure = error
+
+    def _note_admissions(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            s = self.scheduler.sequence(admission.sequence)
+            if s is not None:
+                self._answers[s.request.id].scheduled(time.monotonic())
 
     def _read_prompt_scores(self, plan: StepPlan, result: StepResult) -> None:
         for at, scores in result.prompt_scores.items():

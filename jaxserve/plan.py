@@ -43,6 +43,7 @@ class Chunk:
 class Admission:
     """A row gets a new owner. `cached` tokens are found computed, in `pages` (one list per cache group)."""
 
+    sequence: int
     row: int
     prompt_len: int
     total: int

@@ -304,7 +304,8 @@ def _from_directory(path: Path) -> Pretrained:
     try:
         fast = _transformers().AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as e:  # files that are missing or damaged fail in many ways
-        raise ValueError(f"{path} holds no readable tokenizer ({e}); give one with --tokenizer") from e
+        why = " ".join(str(e).split())
+        raise ValueError(f"{path} holds no readable tokenizer ({why}); give one with --tokenizer") from e
     if not getattr(fast, "is_fast", False):
         raise ValueError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted; give another")
     return fast
@@ -335,6 +336,7 @@ def _from_gguf(path: Path) -> Pretrained:
         backend, _ = mapping.convert_gguf_tokenizer(str(metadata["general.architecture"]), fields)
     except (ValueError, KeyError) as e:
         raise ValueError(f"{path}: its tokenizer cannot be read ({e}); give one with --tokenizer") from e
+    backend = _without_strangers(backend)
     pre = str(fields.get("pre_tokenizer_type", ""))
     _refine(backend, pre)
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED_TOKENS.items()}
@@ -347,6 +349,16 @@ def _from_gguf(path: Path) -> Pretrained:
         clean_up_tokenization_spaces=False,
         **{name: backend.id_to_token(id) for name, id in ids.items() if isinstance(id, int)},
     )
+
+
+def _without_strangers(backend: Backend) -> Backend:
+    """Without the tokens that a class of transformers takes for granted, but the file does not have."""
+    size = backend.get_vocab_size(with_added_tokens=False)
+    if all(id < size for id in backend.get_added_tokens_decoder()):
+        return backend
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    return Backend.from_str(json.dumps(state))
 
 
 def _refine(backend: Backend, pre: str) -> None:

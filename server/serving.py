@@ -30,7 +30,7 @@ from jaxserve.observe.metrics import Metrics
 from jaxserve.types import Observer
 from server.app import build_app
 from server.service import Engine, Service
-from server.terminal import LoadingLines
+from server.terminal import LoadingLine, LogAbove
 
 log = logging.getLogger("jaxserve.server")
 
@@ -70,7 +70,13 @@ def start_engine(
 def serve(config: EngineConfig, server: ServerConfig, start: Start = start_engine) -> int:
     """Serves until a signal comes or the engine fails; returns the process's exit status."""
     began = time.monotonic()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    line = LoadingLine(sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[LogAbove(sys.stderr, line)],
+    )
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
     try:
         listener = bind(server.host, server.port)
     except OSError as error:
@@ -80,7 +86,7 @@ def serve(config: EngineConfig, server: ServerConfig, start: Start = start_engin
         log.warning(
             "listening on every network interface without an API key: anyone who reaches this machine may use it"
         )
-    run = Run(config, server, listener, start, began)
+    run = Run(config, server, listener, start, line, began)
     code = run.until_end()
     if run.loading:
         # The loading thread cannot be interrupted, and a compiler that runs while Python goes down may crash.
@@ -123,13 +129,19 @@ class Run:
     """One life of a server."""
 
     def __init__(
-        self, config: EngineConfig, server: ServerConfig, listener: socket.socket, start: Start, began: float
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        listener: socket.socket,
+        start: Start,
+        terminal: LoadingLine,
+        began: float,
     ) -> None:
         self._server, self._listener, self._start, self._began = server, listener, start, began
         self._service = Service(config, server)
         self._metrics = Metrics(self._service.names[0], server.metrics_prefix)
         self._line = LogLine()
-        self._terminal = LoadingLines(sys.stderr)
+        self._terminal = terminal
         self._url = _reachable_url(listener)
         self.loading = False
         """The loading thread is at work."""
@@ -188,7 +200,7 @@ class Run:
 
     def _loaded(self, started: Started | None, failure: BaseException | None, http: _Http) -> None:
         self.loading = False
-        self._terminal.end()
+        self._terminal.clear()
         if started is None:
             self._service.failure = failure
             if isinstance(failure, ValueError | OSError):

@@ -1,46 +1,52 @@
-"""How loading looks in the terminal: one line a stage, rewritten in place where the terminal can."""
+"""How the server looks in a terminal: log lines, and below them how far loading is."""
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
 from typing import TextIO
 
 
-class LoadingLines:
-    """Stages and their progress, from any thread."""
+class LoadingLine:
+    """What is being done, from any thread: a line rewritten in place, or one line a stage where that cannot be."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._live = out.isatty()
         self._lock = threading.Lock()
-        self._stage = ""
-        self._began = 0.0
-        self._shown = -1
+        self._seen: set[str] = set()
+        self._shown = ""
 
     def show(self, stage: str, share: float) -> None:
         """`share` of the stage is done, 0..1."""
-        percent = int(share * 100)
         with self._lock:
-            if stage != self._stage:
-                self._close()
-                self._stage, self._began, self._shown = stage, time.monotonic(), -1
-                if not self._live:
-                    print(f"{stage} ...", file=self._out, flush=True)
-            if self._live and percent != self._shown:
-                self._shown = percent
-                self._out.write(f"\r{self._text()} {percent:3d} %\x1b[K")
-                self._out.flush()
+            if self._live:
+                text = f"{stage} ... {int(share * 100)} %" if share else f"{stage} ..."
+                if text != self._shown:
+                    self._write(text)
+            elif stage not in self._seen:
+                self._seen.add(stage)
+                print(f"{stage} ...", file=self._out, flush=True)
 
-    def end(self) -> None:
+    def clear(self) -> None:
+        """Makes room for something else."""
         with self._lock:
-            self._close()
-            self._stage = ""
+            if self._shown:
+                self._write("")
 
-    def _close(self) -> None:
-        if self._stage and self._live:
-            self._out.write(f"\r{self._text()} {time.monotonic() - self._began:.1f} s\x1b[K\n")
-            self._out.flush()
+    def _write(self, text: str) -> None:
+        self._shown = text
+        self._out.write(f"\r{text}\x1b[K")
+        self._out.flush()
 
-    def _text(self) -> str:
-        return f"{self._stage} ..."
+
+class LogAbove(logging.StreamHandler[TextIO]):
+    """Log lines that do not run into the loading line."""
+
+    def __init__(self, out: TextIO, line: LoadingLine) -> None:
+        super().__init__(out)
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.clear()
+        super().emit(record)

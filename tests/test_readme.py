@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -27,9 +28,21 @@ def _example(name: str) -> str:
     return found[1]
 
 
+@dataclass(frozen=True)
+class Running:
+    port: int
+    log: Path
+
+    def printed(self, word: str) -> str:
+        """The line that the server printed for trying it, the one that holds `word`."""
+        lines = [line.strip() for line in self.log.read_text().splitlines()]
+        (found,) = [line for line in lines if re.match(rf"(\S*/)?{word} ", line)]
+        return found
+
+
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A server of the demo model, started where a user's own server.py and jaxserve/ lie."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the demo's launch file, started where a user's own server.py and jaxserve/ lie."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "server.py").write_text("raise SystemExit('the wrong server')\n")
     (folder / "jaxserve").mkdir()
@@ -37,31 +50,36 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("jaxserve"), "serve", "--host", "127.0.0.1", "--port", str(number)]
-    log = folder / "log.txt"
-    with log.open("w") as out, subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out) as server:
+    options = ["--config", str(ROOT / "configs" / "smollm2-cpu.yaml"), "--port", str(number)]
+    options += ["--max-model-len", "256"]  # ends the answers to requests that set no max_tokens
+    command = [Path(sys.executable).with_name("jaxserve"), "serve", *options]
+    running = Running(number, folder / "log.txt")
+    with (
+        running.log.open("w") as out,
+        subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out) as process,
+    ):
         try:
-            _wait_until_ready(number, server, log)
-            yield number
+            _wait_until_ready(running, process)
+            yield running
         finally:
-            server.terminate()
+            process.terminate()
 
 
-def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(running: Running, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()
+        assert process.poll() is None, running.log.read_text()
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{running.port}/health").status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    pytest.fail(f"not ready after {START_SECONDS} s:\n{log.read_text()}")
+    pytest.fail(f"not ready after {START_SECONDS} s:\n{running.log.read_text()}")
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_SECONDS)
+def _run(*command: str, typed: str = "") -> str:
+    done = subprocess.run(command, env=ENVIRONMENT, input=typed, capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -74,17 +92,39 @@ def test_offline(tmp_path: Path):
     assert all(re.fullmatch(r"Prompt: '.+', Generated text: ['\"].+['\"]", line) for line in lines)
 
 
-def test_curl(port: int):
-    answers = _run("bash", "-euc", _example("curl").replace("localhost:8000", f"127.0.0.1:{port}"))
+def test_curl(server: Running):
+    answers = _run("bash", "-euc", _example("curl").replace("localhost:8000", f"127.0.0.1:{server.port}"))
     assert '"smollm2-135m-instruct"' in answers
     assert '"chat.completion"' in answers
     assert "Paris" in answers
 
 
-def test_openai(port: int, tmp_path: Path):
+def test_openai(server: Running, tmp_path: Path):
     script = tmp_path / "client.py"
-    script.write_text(_example("openai").replace("localhost:8000", f"127.0.0.1:{port}"))
+    script.write_text(_example("openai").replace("localhost:8000", f"127.0.0.1:{server.port}"))
     assert "Paris" in _run(sys.executable, str(script))
+
+
+def test_curl_line_that_the_server_prints(server: Running):
+    assert '"chat.completion"' in _run("bash", "-euc", server.printed("curl"))
+
+
+def test_chat_line_that_the_server_prints(server: Running):
+    assert _run("bash", "-euc", server.printed("jaxserve"), typed="What is the capital of France?\n").strip()
+
+
+def test_metrics_that_the_readme_names(server: Running):
+    served = httpx.get(f"http://127.0.0.1:{server.port}/metrics").text
+    named = re.findall(r"`(jaxserve:\w+)`", README)
+    assert named
+    assert [name for name in named if not re.search(rf"^{name}\b|^{name}_bucket", served, re.MULTILINE)] == []
+
+
+def test_flags_that_the_readme_names():
+    helped = _run(str(Path(sys.executable).with_name("jaxserve")), "serve", "--help")
+    named = re.findall(r"`(--[a-z-]+)`", README)
+    assert named
+    assert [flag for flag in named if flag not in helped] == []
 
 
 def test_first_screen_holds_the_two_commands():

@@ -72,6 +72,11 @@ class Answer:
     def finished(self) -> bool:
         return not any(choice.open for choice in self._choices)
 
+    def scheduled(self, now: float) -> None:
+        """A sequence of it has got a row."""
+        if not self.times.first_scheduled:
+            self.times = replace(self.times, first_scheduled=now)
+
     def scored(self, start: int, targets: Seq[int], scores: Scores) -> None:
         """Log probabilities of the prompt tokens `targets`, which begin at position start + 1."""
         if self._prompt is None:

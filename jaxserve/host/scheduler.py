@@ -310,6 +310,7 @@ class Scheduler:
             self.counts.prefix_hits += cached
         draft.admissions.append(
             Admission(
+                sequence=s.number,
                 row=s.row,
                 prompt_len=s.prompt_len,
                 total=len(s.tokens),

@@ -8,9 +8,10 @@ answer. Both absorb bias and penalties, which is why masks may come last.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, UInt32
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from jaxserve.sampling.branch import where_wanted
 from jaxserve.sampling.params import RowLimits, RowParams, RowText, Wants
 
 HIGHEST = jnp.finfo(jnp.float32).max
@@ -26,11 +27,20 @@ def clean(logits: Float[Array, "S V"], vocab: int) -> Logits:
     return jnp.where(jnp.arange(x.shape[-1]) < vocab, x, -jnp.inf)
 
 
-def edited(logits: Logits, params: RowParams, text: RowText, limits: RowLimits, wants: Wants, vocab: int) -> Logits:
-    """Clean logits after everything that the rows ask for."""
-    x = lax.cond(wants.bad_words, lambda x: without_bad_words(x, text, limits), _same, logits)
-    x = lax.cond(wants.bias, lambda x: with_bias(x, limits), _same, x)
-    x = lax.cond(wants.penalties, lambda x: with_penalties(x, params, text), _same, x)
+def edited(
+    logits: Logits,
+    params: RowParams,
+    text: RowText,
+    limits: RowLimits,
+    wants: Wants,
+    vocab: int,
+    columns: NamedSharding | None = None,
+) -> Logits:
+    """Clean logits after everything that the rows ask for. `columns` is that of `sample.full`."""
+
+    x = where_wanted(wants.bad_words, lambda x: without_bad_words(x, text, limits), logits, columns)
+    x = where_wanted(wants.bias, lambda x: with_bias(x, limits), x, columns)
+    x = where_wanted(wants.penalties, lambda x: with_penalties(x, params, text), x, columns)
     return masked(x, params, text, limits, vocab)
 
 
@@ -38,12 +48,12 @@ def without_bad_words(logits: Logits, text: RowText, limits: RowLimits) -> Logit
     """Rules out the last token of each bad sequence whose other tokens are the last ones generated."""
     before, last = limits.bad[..., :-1], limits.bad[..., -1]
     due = jnp.all((before < 0) | (before == text.recent[:, None, :]), axis=-1) & (last >= 0)
-    return _rows(logits, jnp.where(due, last, -1)).set(LOWEST, mode="drop")
+    return logits.at[_places(logits, jnp.where(due, last, -1))].set(LOWEST, mode="drop")
 
 
 def with_bias(logits: Logits, limits: RowLimits) -> Logits:
     """Adds each row's sparse bias; an id that stands twice counts twice."""
-    return _rows(logits, limits.bias_ids).add(limits.bias, mode="drop")
+    return logits.at[_places(logits, limits.bias_ids)].add(limits.bias, mode="drop")
 
 
 def with_penalties(logits: Logits, params: RowParams, text: RowText) -> Logits:
@@ -72,11 +82,7 @@ def bits(words: UInt32[Array, "S W"], size: int) -> Bool[Array, "S V"]:
     return jnp.pad(flat, ((0, 0), (0, size - flat.shape[1])))
 
 
-def _rows(logits: Logits, ids: Array) -> jnp.ndarray:
-    """`logits.at` the given ids of each row; negative ids fall outside, to be dropped."""
+def _places(logits: Logits, ids: Int32[Array, "S n"]) -> tuple[Array, Array]:
+    """Where the ids of each row are; negative ones outside, to be dropped instead of counted from the end."""
     rows, size = logits.shape
-    return logits.at[jnp.arange(rows)[:, None], jnp.where(ids < 0, size, ids)]
-
-
-def _same(logits: Logits) -> Logits:
-    return logits
+    return jnp.arange(rows)[:, None], jnp.where(ids < 0, size, ids)

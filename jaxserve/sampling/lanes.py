@@ -2,9 +2,9 @@
 
 A row of V numbers becomes [G, DEPTH, L]: G groups of neighbours, in each L lanes of DEPTH numbers. A lane is added up
 by DEPTH - 1 elementwise additions, lanes likewise, so the result of a row has the same bits whatever other rows there
-are (XLA is free to choose the order of its own reductions, and chooses by shape), and the loops run over neighbours,
-which is several times faster on a CPU than asking for a masked sum. Groups keep it local under tensor parallelism: as
-long as the ways divide G no lane crosses a shard, and what crosses is one number a group.
+are (XLA chooses the order of its own reductions by shape; only the last one here, over G numbers, is left to it). The
+loops run over neighbours, which on a CPU is several times faster than asking XLA for a masked sum. Groups keep all this
+local under tensor parallelism: where the ways divide G no lane crosses a shard, and what crosses is one number a group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ids(size: int) -> Int32[Array, "G D L"]:
 
 
 def along(x: Num[Array, "*S G D L"], each: Each, op: Op) -> Num[Array, "*S G L"]:
-    """Each lane's numbers, put through `each` and combined first to last: one pass, and nothing as large as x is made."""
+    """Each lane's numbers, put through `each` and combined first to last: one pass that makes nothing as large."""
     parts = (each(x[..., d, :]) for d in range(DEPTH))
     return lax.optimization_barrier(reduce(op, parts))
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jaxserve.sampling import lanes
+from jaxserve.sampling.branch import where_wanted
 from jaxserve.sampling.draw import draw
 from jaxserve.sampling.edits import LOWEST, clean, edited
 from jaxserve.sampling.logprobs import Scores, score, scored
@@ -48,8 +50,16 @@ def full(
     *,
     vocab: int,
     top: int,
+    columns: NamedSharding | None = None,
 ) -> Sampled:
     """A token of each row by all that it asks for, with the `top` likeliest tokens where `wants.logprobs`.
+
+    Args:
+        logits: as the model gives them; of the V columns the first `vocab` are tokens.
+        vocab: at least 1.
+        top: 0 to `vocab`.
+        columns: how logits are split over devices, if they are. What a `lax.cond` returns has to be told, or XLA for
+            GPUs gathers the logits of all devices on each one.
 
     Raises:
         ValueError: a mask is too short for the vocabulary, or `top` is not in 0..vocab.
@@ -57,10 +67,10 @@ def full(
     if limits.allow.shape[1] * 32 < vocab or limits.stops.shape[1] * 32 < vocab:
         raise ValueError(f"masks must have {-(-vocab // 32)} words for {vocab} tokens, got {limits.allow.shape[1]}")
     raw = clean(logits, vocab)
-    x = lanes.spread(edited(raw, params, text, limits, wants, vocab), -jnp.inf)
+    x = lanes.spread(edited(raw, params, text, limits, wants, vocab, columns), -jnp.inf)
     most, greedy = lanes.first_max(x, logits.shape[1])
     weights = weigh(x, most, params.temperature)
-    weights = lax.cond(wants.truncation, lambda w: truncate(w, params), lambda w: w, weights)
+    weights = where_wanted(wants.truncation, lambda w: truncate(w, params, columns), weights, columns)
     drawn = draw(weights, params.seed, text.position, logits.shape[1])
     token = jnp.clip(jnp.where(params.temperature > 0, drawn, greedy), 0, vocab - 1)
     scores = lax.cond(wants.logprobs, lambda: scored(raw, token, vocab, top), lambda: _no_scores(len(token), top))

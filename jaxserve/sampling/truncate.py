@@ -15,9 +15,11 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxserve.sampling import lanes
+from jaxserve.sampling.branch import where_wanted
 from jaxserve.sampling.params import RowParams
 
 BITS = 30
@@ -27,18 +29,21 @@ SMALLEST = jnp.finfo(jnp.float32).tiny
 Weights = Float32[Array, "S G D L"]
 
 
-def truncate(weights: Weights, params: RowParams) -> Weights:
+def truncate(weights: Weights, params: RowParams, columns: NamedSharding | None = None) -> Weights:
     """Weights after min_p, then top_k, then top_p, the sum for top_p being that of what the others kept.
 
     The largest weight of a row must be 1 (a row of zeros stays one). Rows that ask for nothing keep their bits, and
-    where no row asks for top_k, or none for top_p, its search isn't run. Greedy rows never ask.
+    where no row asks for top_k, or none for top_p, its search is not run. Greedy rows never ask. `columns` is that of
+    `sample.full`.
     """
     drawn = params.temperature > 0
     by_k = drawn & (params.top_k > 0)
     by_p = drawn & (params.top_p < 1)
     weights = _cut(weights, jnp.where(drawn, params.min_p, 0))
-    weights = lax.cond(jnp.any(by_k), lambda w: _cut(w, jnp.where(by_k, top_k(w, params.top_k), 0)), _same, weights)
-    return lax.cond(jnp.any(by_p), lambda w: _cut(w, jnp.where(by_p, top_p(w, params.top_p), 0)), _same, weights)
+    weights = where_wanted(
+        jnp.any(by_k), lambda w: _cut(w, jnp.where(by_k, top_k(w, params.top_k), 0)), weights, columns
+    )
+    return where_wanted(jnp.any(by_p), lambda w: _cut(w, jnp.where(by_p, top_p(w, params.top_p), 0)), weights, columns)
 
 
 def top_k(weights: Weights, k: Int32[Array, "S"], bits: int = 1) -> Float32[Array, "S"]:
@@ -90,7 +95,3 @@ def _mass(weights: Array, above: Array) -> Array:
 
 def _cut(weights: Weights, least: Float32[Array, "S"]) -> Weights:
     return jnp.where(weights >= least[:, None, None, None], weights, 0)
-
-
-def _same(weights: Weights) -> Weights:
-    return weights

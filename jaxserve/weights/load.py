@@ -191,11 +191,16 @@ def _on_devices(job: _Job, checkpoint: Checkpoint, pool: ThreadPoolExecutor, tel
     write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=job.sharding)
     read = [partial(_layer, job, layer, checkpoint) for layer in job.layers]
     for index, array in enumerate(_ahead(pool, read)):
-        part = jax.device_put(array, one, may_alias=False)
+        part = jax.device_put(array if job.stacked else _own(array), one)
         stack = write(stack, part, index, 0) if job.stacked else part
         part.block_until_ready()
         tell(job.layer_bytes)
     return stack
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """A CPU device may take host memory as it is, so it must not be the checkpoint's mapped file."""
+    return array if array.flags.owndata else array.copy()
 
 
 def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:

@@ -57,7 +57,7 @@ def _local(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         raise ValueError(f"model {path}: give the directory that holds config.json, or a .gguf file")
-    if path.exists():
+    if name and path.exists():
         return path
     if name == DEMO_MODEL:
         return demo.find()

@@ -20,7 +20,7 @@ from server.openai.fields import IGNORED, REFUSED_IN_CHAT
 from server.openai.generating import Count, Names, collect, start
 from server.openai.logprobs import chat_logprobs, prompt_logprobs
 from server.openai.params import sampling_params
-from server.openai.prompts import Prompt, answer_room, chat_prompt
+from server.openai.prompts import Prompt, Wish, answer_room, chat_prompt
 from server.openai.protocol import (
     ChatChoice,
     ChatChunk,
@@ -78,21 +78,27 @@ async def _job(asked: ChatRequest, service: Service, names: Names) -> Job:
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     prompt = await chat_prompt(asked.chat(), service)
-    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    if limit == 0:
-        raise bad_request("max_tokens must be at least 1", "max_tokens")
-    usual = engine.default_params.get("max_tokens")
+    wish = _wish(asked, engine)
+    if wish.tokens == 0:
+        raise bad_request(f"{wish.tokens_name} must be at least 1", wish.tokens_name)
     params = sampling_params(
         asked,
         engine,
-        max_tokens=answer_room(
-            prompt, limit, usual if isinstance(usual, int) else None, engine.max_model_len, "messages"
-        ),
+        max_tokens=answer_room(prompt, wish, engine.max_model_len),
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         prompt_logprobs=asked.prompt_logprobs,
         logprobs_name="top_logprobs",
     )
     return Job(asked, engine, names, prompt, params)
+
+
+def _wish(asked: ChatRequest, engine: Engine) -> Wish:
+    """The newer of OpenAI's two names wins."""
+    usual = engine.default_params.get("max_tokens")
+    default = usual if isinstance(usual, int) else None
+    if asked.max_completion_tokens is not None:
+        return Wish(asked.max_completion_tokens, default, "max_completion_tokens", "messages")
+    return Wish(asked.max_tokens, default, "max_tokens", "messages")
 
 
 async def _whole(asked: ChatRequest, service: Service, names: Names) -> ChatCompletion:

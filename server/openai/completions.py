@@ -20,7 +20,7 @@ from server.openai.fields import IGNORED, REFUSED_IN_COMPLETIONS
 from server.openai.generating import Count, Names, collect, start
 from server.openai.logprobs import Lines, joined, prompt_logprobs
 from server.openai.params import sampling_params
-from server.openai.prompts import Prompt, answer_room, completion_prompts
+from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts
 from server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from server.openai.sse import EventStream, event
 from server.racing import race
@@ -68,23 +68,27 @@ async def _job(asked: CompletionRequest, service: Service, names: Names) -> Job:
     prompts = await completion_prompts(asked, service)
     if len(prompts) * (asked.n or 1) > MAX_CHOICES:
         raise bad_request(f"n times the number of prompts must be at most {MAX_CHOICES}", "n")
-    rooms = [answer_room(p, asked.max_tokens, DEFAULT_MAX_TOKENS, engine.max_model_len, "prompt") for p in prompts]
-    scored = asked.prompt_logprobs
-    if asked.echo and asked.logprobs is not None:
-        scored = max(asked.logprobs, scored if scored is not None else 0)
+    wish = Wish(asked.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt")
+    rooms = [answer_room(p, wish, engine.max_model_len) for p in prompts]
     params = [
         sampling_params(
             asked,
             engine,
             max_tokens=max(room, 1),
             logprobs=asked.logprobs,
-            prompt_logprobs=scored,
+            prompt_logprobs=_scored(asked),
             logprobs_name="logprobs",
         )
         for room in rooms
     ]
     texts = [_prompt_text(p, engine) if asked.echo else "" for p in prompts]
     return Job(asked, engine, names, prompts, texts, params)
+
+
+def _scored(asked: CompletionRequest) -> int | None:
+    """How many alternatives of prompt tokens are needed: for `prompt_logprobs`, and for `logprobs` of an echo."""
+    wanted = [n for n in (asked.prompt_logprobs, asked.logprobs if asked.echo else None) if n is not None]
+    return None if not wanted else -1 if -1 in wanted else max(wanted)
 
 
 def _prompt_text(prompt: Prompt, engine: Engine) -> str:
@@ -122,7 +126,9 @@ async def _events(asked: CompletionRequest, service: Service, names: Names) -> A
             if output.prompt_logprobs is not None:
                 scores[i] = output.prompt_logprobs
             for piece in output.outputs:
-                speaker = speakers.setdefault((i, piece.index), Speaker(job, i, piece.index))
+                speaker = speakers.get((i, piece.index))
+                if speaker is None:
+                    speaker = speakers[i, piece.index] = Speaker(job, i, piece.index)
                 if speaker.has_news(piece):
                     usage = count.usage() if always else None if last else UNSET
                     yield chunk([speaker.choice(piece, scores.get(i))], usage)

@@ -110,25 +110,36 @@ async def decode(ids: list[int], service: Service) -> str:
     return await _maybe_in_thread(service, len(ids), lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def answer_room(prompt: Prompt, asked: int | None, default: int | None, max_model_len: int, name: str) -> int:
-    """How many tokens the answer may have, at least 1 unless 0 are asked for. `name` is the prompt's field.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How long the answer may be. The names are the request's fields, for error messages."""
+
+    tokens: int | None
+    default: int | None
+    """If no number is asked for; None: what the context leaves."""
+    tokens_name: str
+    prompt_name: str
+
+
+def answer_room(prompt: Prompt, wish: Wish, max_model_len: int) -> int:
+    """How many tokens the answer may have, at least 1 unless 0 are asked for.
 
     Raises:
         ApiError: 400, prompt and answer do not fit, with the numbers.
     """
     count = len(prompt.ids)
     room = max_model_len - count
+    asked, name = wish.tokens, wish.tokens_name
     if asked is not None and asked < 0:
-        raise bad_request(f"max_tokens must be at least 0, got {asked}", "max_tokens")
+        raise bad_request(f"{name} must be at least 0, got {asked}", name)
     if room < 1:
-        raise _too_long(
-            f"the prompt has {count} tokens, and at least one must be left for the answer", max_model_len, name
-        )
+        numbers = f"the prompt has {count} tokens, and at least one must be left for the answer"
+        raise _too_long(numbers, max_model_len, wish.prompt_name)
     if asked is None:
-        return room if default is None else min(default, room)
+        return room if wish.default is None else min(wish.default, room)
     if asked > room:
-        numbers = f"the prompt has {count} tokens and max_tokens is {asked}, together {count + asked}"
-        raise _too_long(numbers, max_model_len, "max_tokens")
+        numbers = f"the prompt has {count} tokens and {name} is {asked}, together {count + asked}"
+        raise _too_long(numbers, max_model_len, name)
     return asked
 
 

@@ -29,11 +29,12 @@ def test_attention_is_the_textbook_sum(window):
 def test_later_tokens_change_nothing():
     toy, _ = TOYS["alternating"]()
     ids = DRAW.integers(0, VOCAB, (1, 12)).astype(np.int32)
-    whole, part = dense.apply(toy, ids), dense.apply(toy, ids[:, :7])
+    apply = jax.jit(dense.apply)
+    whole, part = apply(toy, ids), apply(toy, ids[:, :7])
     np.testing.assert_allclose(whole[:, :7], part, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", ["alternating", "scanned_windows"])
 def test_gradients_are_slopes(name: str):
     """Uphill, against the difference of the loss at two points; a gradient that is wrong anywhere climbs less."""
     toy, _ = TOYS[name]()

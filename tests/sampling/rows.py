@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.sampling.params import RowLimits, RowParams, RowText, Sampled, Wants
-from jaxserve.sampling.sample import full
+from jaxserve.sampling.sample import full, plain
 from tests.sampling.reference import Ask
 
 LONGEST = 4
@@ -68,18 +68,38 @@ def mask(sets: Iterable[Iterable[int]], vocab: int) -> jax.Array:
     return jnp.asarray(np.stack(rows))
 
 
-def sample(logits: np.ndarray, asks: Sequence[Ask], wants: Wants = ALL, top: int = 0, vocab: int = 0) -> Sampled:
-    """`full`, compiled, as numpy. The vocabulary is all columns unless it is named."""
-    vocab = vocab or logits.shape[1]
-    out = compiled(vocab, top)(
-        jnp.asarray(logits), params(asks), text(asks, logits.shape[1]), limits(asks, vocab), wants
-    )
-    return jax.tree.map(np.asarray, out)
+def sample(
+    logits: np.ndarray, asks: Sequence[Ask], wants: Wants = ALL, top: int = 3, vocab: int = 0, least: int = 64
+) -> Sampled:
+    """`full` as numpy, in a batch of at least `least` rows. The vocabulary is all columns unless it is named."""
+    vocab, count = vocab or logits.shape[1], len(asks)
+    asks, logits = [*asks, *[asks[-1]] * (least - count)], filled(logits, least)
+    given = params(asks), text(asks, logits.shape[1]), limits(asks, vocab), wants
+    return jax.tree.map(lambda x: np.asarray(x)[:count], compiled_full(vocab, top)(logits, *given))
+
+
+def sample_plain(logits: np.ndarray, asks: Sequence[Ask], vocab: int = 0, least: int = 64) -> np.ndarray:
+    """`plain` as numpy, likewise."""
+    vocab, count = vocab or logits.shape[1], len(asks)
+    asks = [*asks, *[asks[-1]] * (least - count)]
+    asked, position = params(asks), jnp.asarray([a.position for a in asks], jnp.int32)
+    out = compiled_plain(vocab)(filled(logits, least), asked.temperature, asked.seed, position)
+    return np.asarray(out)[:count]
+
+
+def filled(logits: np.ndarray, least: int) -> jax.Array:
+    """The last row again until there are enough."""
+    return jnp.asarray(np.concatenate([logits, logits[-1:].repeat(max(least - len(logits), 0), 0)]))
 
 
 @cache
-def compiled(vocab: int, top: int) -> Callable[..., Sampled]:
+def compiled_full(vocab: int, top: int) -> Callable[..., Sampled]:
     return jax.jit(partial(full, vocab=vocab, top=top))
+
+
+@cache
+def compiled_plain(vocab: int) -> Callable[..., jax.Array]:
+    return jax.jit(partial(plain, vocab=vocab))
 
 
 def chi_square_fits(counts: np.ndarray, p: np.ndarray) -> bool:

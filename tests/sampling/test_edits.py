@@ -1,5 +1,7 @@
 """Masks, bad words, bias and penalties against the reference, each alone and all in one batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,19 +30,21 @@ ASKS = {
     "bad words that don't": Ask(bad=((9, 60), (8, 7, 61), (7, 7, 9, 62)), **TEXT),
     "bad word longer than the output": Ask(bad=((1, 1, 60),), output=(1,)),
     "everything": Ask(
-        presence=0.1, frequency=0.2, repetition=1.1, bias={7: 3, 5: -2}, allow=tuple(range(0, 97, 2)) + (7, 5),
+        presence=0.1, frequency=0.2, repetition=1.1, bias={7: 3, 5: -2}, allow=(5, 7, *range(0, 97, 2)),
         stops=(8,), min_tokens=9, bad=((10,), (7, 12)), **TEXT,
     ),
 }  # fmt: skip
 
 
-def run(logits: np.ndarray, asks: list[Ask], vocab: int) -> np.ndarray:
-    @jax.jit
-    def go(x, params, text, limits):
-        return edited(clean(x, vocab), params, text, limits, rows.ALL, vocab)
+@partial(jax.jit, static_argnums=4)
+def compiled(logits, params, text, limits, vocab):
+    return edited(clean(logits, vocab), params, text, limits, rows.ALL, vocab)
 
+
+def run(logits: np.ndarray, asks: list[Ask], vocab: int) -> np.ndarray:
     size = logits.shape[1]
-    return np.asarray(go(jnp.asarray(logits), rows.params(asks), rows.text(asks, size), rows.limits(asks, vocab)))
+    given = rows.params(asks), rows.text(asks, size), rows.limits(asks, vocab)
+    return np.asarray(compiled(jnp.asarray(logits), *given, vocab))
 
 
 def close(got: np.ndarray, expected: np.ndarray) -> None:

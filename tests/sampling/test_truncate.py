@@ -38,7 +38,7 @@ def weights_of(logits: np.ndarray) -> np.ndarray:
 asks = st.builds(
     Ask,
     top_k=st.one_of(st.just(0), st.integers(1, SIZE + 3)),
-    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1, exclude_max=True, width=32)),
+    top_p=st.one_of(st.just(1.0), st.floats(2**-20, 1, exclude_max=True, width=32)),
     min_p=st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
 )
 logits = st.lists(st.floats(-60, 60, width=32), min_size=SIZE, max_size=SIZE)

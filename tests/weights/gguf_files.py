@@ -56,8 +56,12 @@ def write(
     *,
     fmt: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: dict[str, int | float | str | list] | None = None,
+    extra: dict[str, tuple[np.ndarray, GGMLQuantizationType | None]] | None = None,
 ) -> Path:
-    """A file of `weights`, matrices in format `fmt`, with q and k stored as architecture `arch` does."""
+    """A file of `weights`, matrices in format `fmt`, with q and k stored as architecture `arch` does.
+
+    `extra` tensors are written as they are.
+    """
     writer = GGUFWriter(file, arch)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -70,6 +74,8 @@ def write(
     for key, value in (metadata or {}).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[type(value)](key, value)
+    for name, (array, raw) in (extra or {}).items():
+        writer.add_tensor(name, array, raw_dtype=raw)
     for name, array in weights.items():
         stored = pairwise(array, name) if arch == "llama" else array
         if array.ndim > 1 and fmt is not GGMLQuantizationType.F32:

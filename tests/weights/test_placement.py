@@ -64,5 +64,7 @@ def test_shardings_one_for_each_leaf(model):
 
 
 def test_what_does_not_divide_says_what_would(model):
-    with pytest.raises(ValueError, match=r"4 devices cannot share kv_heads of \.layers\.qkv, which is 6.*be 1, 2, 3, 6"):
+    with pytest.raises(
+        ValueError, match=r"4 devices cannot share kv_heads of \.layers\.qkv, which is 6.*be 1, 2, 3, 6"
+    ):
         shardings(model, mesh(4))
