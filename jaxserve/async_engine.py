@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxserve.engine import Bounds, Engine
-from jaxserve.prompts import Prompt, Tokenizes, bad_word_tokens, tokens_of
+from jaxserve.prompts import Prompt, bad_word_tokens, tokens_of
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import (
     EngineDead,
     InvalidRequest,
@@ -34,7 +35,7 @@ class Served(Protocol):
     def engine(self) -> Engine: ...
 
     @property
-    def tokenizer(self) -> Tokenizes: ...
+    def tokenizer(self) -> Tokenizer: ...
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -86,7 +87,7 @@ class AsyncEngine:
         self.default_params = served.default_params
         self.dead: BaseException | None = None
         self._boxes: dict[str, _Mailbox] = {}
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -126,7 +127,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request, as `params.output_kind` asks.
 
         Raises:
@@ -180,7 +181,7 @@ class AsyncEngine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], object]) -> None:
         with self._wake:
             self._inbox.append(action)
             self._wake.notify()
@@ -198,7 +199,7 @@ class AsyncEngine:
                 outputs = self._engine.step()
                 if outputs:
                     self._deliver(outputs)
-        except BaseException as e:  # noqa: BLE001 - whatever ends the thread must reach every reader
+        except BaseException as e:
             log.exception("the engine has failed; every open request ends with an error")
             self.dead = e
         self._fail_all(EngineDead(f"the engine has stopped: {self.dead or 'it was closed'}"))

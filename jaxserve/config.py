@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard, cast
 
 import yaml
 
@@ -24,7 +26,8 @@ LogprobsMode = Literal["raw_logprobs"]
 DEMO_MODEL = "smollm2-135m-instruct"
 
 
-def _option(default: object, help: str, **extra: object):  # noqa: ANN202 - a dataclass field
+def _option[T](default: T, help: str, **extra: str) -> T:
+    """A dataclass field; `extra` is what the command line wants to know of it."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -49,6 +52,9 @@ class EngineConfig:
     block_size: int = _option(16, "tokens in a page of KV")
     max_num_seqs: int | None = _option(None, "sequences in a step; default 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 2048 on a CPU, 8192 on a GPU")
+    token_buckets: tuple[int, ...] = _option(
+        (), "step sizes that are compiled, fewer start faster; default: powers of two up to max_num_batched_tokens"
+    )
     enable_prefix_caching: bool = _option(True, "keep the KV of full pages for prompts that begin alike")
     enable_chunked_prefill: bool = _option(True, "let a prompt enter over several steps")
     scheduling_policy: Policy = _option("fcfs", "who comes next: first come, or lowest priority value")
@@ -62,14 +68,18 @@ class EngineConfig:
     steps_in_flight: int = _option(2, "steps launched before the oldest result is read")
     on_recompile: OnRecompile = _option("warn", "what to do if XLA compiles after warm-up")
     compilation_cache_dir: str | None = _option(None, "where compiled programs are kept; empty string: nowhere")
-    num_pages: int | None = _option(None, "KV pages, instead of sizing the pool by memory", flag="--num-gpu-blocks-override")
+    num_pages: int | None = _option(
+        None, "KV pages, instead of sizing the pool by memory", flag="--num-gpu-blocks-override"
+    )
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = functools.partial(object.__setattr__, self)
         put("served_model_name", _names(self.served_model_name))
+        put("token_buckets", _sizes("token_buckets", self.token_buckets))
         put("max_model_len", _length("max_model_len", self.max_model_len))
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
             put(name, _size(name, getattr(self, name)))
+        _check_types(self)
         if self.quantization in ("none", ""):
             put("quantization", None)
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
@@ -82,7 +92,7 @@ class EngineConfig:
         least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "tensor_parallel_size": 1, "steps_in_flight": 1}
         for name, low in {**least, "num_pages": 2, "kv_cache_memory_bytes": 1, "max_logprobs": -1}.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            if value is not None and (not _is_whole(value) or value < low):
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
 
 
@@ -100,7 +110,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "api_key", _names(self.api_key))
-        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+        _check_types(self)
+        if not _is_whole(self.port) or not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in 0..65535, got {self.port!r}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must be 0 or more seconds, got {self.shutdown_timeout}")
@@ -139,14 +150,14 @@ NOT_SERVED: frozenset[str] = frozenset(
 )
 
 
-def names_of(*classes: type) -> dict[str, dataclasses.Field]:
+def names_of(*classes: type) -> dict[str, dataclasses.Field[object]]:
     """Every option of these configuration classes by its name, `num_gpu_blocks_override` for `num_pages` too."""
     found = {f.name: f for c in classes for f in fields(c)}
     aliases = {f.metadata["flag"].strip("-").replace("-", "_"): f for f in found.values() if "flag" in f.metadata}
     return found | aliases
 
 
-def check_names(given: list[str], known: dict[str, dataclasses.Field], where: str) -> None:
+def check_names(given: list[str], known: dict[str, dataclasses.Field[object]], where: str) -> None:
     """Refuses names that are not options. `where` says what was read: a file's name, or 'LLM(...)'.
 
     Raises:
@@ -169,17 +180,21 @@ def read_yaml(path: str | Path) -> dict[str, object]:
         ValueError: not a mapping, unreadable, or an unknown key.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data: object = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as e:
         raise ValueError(f"cannot read the configuration file {path}: {e}") from None
     if data is None:
         return {}
-    if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+    if not _is_mapping(data):
         raise ValueError(f"{path}: a configuration file is a mapping of option names to values")
     known = names_of(EngineConfig, ServerConfig)
     options = {k.replace("-", "_"): v for k, v in data.items()}
     check_names(list(options), known, str(path))
     return {known[name].name: value for name, value in options.items()}
+
+
+def _is_mapping(data: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(data, dict) and all(isinstance(k, str) for k in cast(dict[object, object], data))
 
 
 def split(options: dict[str, object]) -> tuple[EngineConfig, ServerConfig]:
@@ -199,23 +214,63 @@ def cache_dir(config: EngineConfig) -> str | None:
     return os.path.join(base, "jaxserve", "xla")
 
 
-def _names(value: object) -> tuple[str, ...]:
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "float": (int, float),
+    "str": (str,),
+    "str | None": (str, type(None)),
+}
+
+
+def _check_types(config: EngineConfig | ServerConfig) -> None:
+    """Switches, numbers and names are what they should be: in YAML "no" is a string, which would count as true."""
+    for option in fields(config):
+        value, kinds = getattr(config, option.name), _KINDS.get(str(option.type))
+        if kinds is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+            continue
+        wanted = {"bool": "true or false", "float": "a number"}.get(str(option.type), "a string")
+        raise ValueError(f"{option.name} must be {wanted}, got {value!r}")
+
+
+def _names(value: str | Iterable[object] | None) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    return tuple(str(v) for v in value or ())  # type: ignore[attr-defined]
+    return tuple(str(v) for v in value or ())
 
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "K": 1024,
+    "M": 1024**2,
+    "G": 1024**3,
+    "Ki": 1024,
+    "Mi": 1024**2,
+    "Gi": 1024**3,
+}
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _size(name: str, value: object) -> int | None:
     """An integer, or a string with a unit: vLLM's 1k = 1000, 1K = 1024."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or _is_whole(value):
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(Ki|Mi|Gi|[kmgKMG]?)", str(value))
     if not found:
         raise ValueError(f"{name} must be an integer or a number with k, K, m, M, g or G, got {value!r}")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _sizes(name: str, values: Iterable[object]) -> tuple[int, ...]:
+    found = tuple(sorted({_size(name, v) or 0 for v in values if v is not None}))
+    if any(size < 1 for size in found):
+        raise ValueError(f"{name} must be integers of at least 1, got {values!r}")
+    return found
 
 
 def _length(name: str, value: object) -> int | Literal["auto"] | None:

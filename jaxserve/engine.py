@@ -10,7 +10,8 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,15 @@ class Bounds:
     """Longest `bad_words` entry, in tokens."""
     max_banned: int
     """How many token sequences `bad_words` may become."""
+    rope_length: Callable[[int], int] | None = None
+    """With dynamic rope: the length that a prompt's keys are rotated for. Prompts of other lengths share no pages."""
+
+    def salt(self, request: Request) -> str:
+        """What keeps a request's prefix pages apart from others'."""
+        salt = request.cache_salt or ""
+        if self.rope_length is None:
+            return salt
+        return f"{self.rope_length(len(request.prompt_ids))}/{salt}"
 
 
 class Engine:
@@ -113,6 +123,7 @@ class Engine:
                 limit=len(request.prompt_ids) + min(room, p.max_tokens or room),
                 stop_ids=stops,
                 banned=banned,
+                salt=b.salt(request),
             )
             for i in range(p.n)
         ]
@@ -224,7 +235,10 @@ class Engine:
         if not self._observers:
             return
         c = self.scheduler.counts
-        seen, self._seen = self._seen, (c.prompt_tokens, c.generation_tokens, c.prefix_queries, c.prefix_hits, c.preemptions)
+        seen, self._seen = (
+            self._seen,
+            (c.prompt_tokens, c.generation_tokens, c.prefix_queries, c.prefix_hits, c.preemptions),
+        )
         prompt, generated, queries, hits, preemptions = (new - old for new, old in zip(self._seen, seen, strict=True))
         pools = self.scheduler.pools
         stats = StepStats(

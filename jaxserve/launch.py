@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,7 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
         compiled = programlib.compile_all(shapes, options=_options(model.mesh), progress=_compiling(tell))
         module = loaded.result()
         tokenizer = tokenizer_ready.result()
+    config = dataclasses.replace(config, num_pages=shapes.step.pages[0])
     leaves = jax.tree.leaves(module)
     executor = Executor(shapes, compiled, leaves)
     tell("warming up", 1.0)
@@ -163,7 +165,9 @@ class _Model:
     def weight_bytes(self) -> int:
         """On one device."""
         total = 0
-        for slot, sharding in zip(placement.slots(self.abstract), placement.shardings(self.abstract, self.mesh), strict=True):
+        for slot, sharding in zip(
+            placement.slots(self.abstract), placement.shardings(self.abstract, self.mesh), strict=True
+        ):
             total += int(np.prod(sharding.shard_shape(slot.shape))) * slot.dtype.itemsize
         return total
 
@@ -204,6 +208,7 @@ def _resolve(config: EngineConfig, model: _Model) -> EngineConfig:
     """Fills in what depends on the machine and the model."""
     rows = config.max_num_seqs or (256 if model.on_gpu else 64)
     tokens = config.max_num_batched_tokens or (8192 if model.on_gpu else 2048)
+    tokens = config.token_buckets[-1] if config.token_buckets else max(tokens, rows)
     own = model.config.max_position
     length = own if config.max_model_len in (None, "auto") else config.max_model_len
     assert isinstance(length, int)
@@ -212,15 +217,15 @@ def _resolve(config: EngineConfig, model: _Model) -> EngineConfig:
     if config.max_model_len == "auto":
         length = memory.longest_that_fits(_needs(config, model, length, temporary=0), _wishes(config, model))
         if length < 2:
-            raise ValueError("no KV pool fits into the memory; raise --kv-cache-memory-bytes or --gpu-memory-utilization")
+            raise ValueError(
+                "no KV pool fits into the memory; raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+            )
     if not config.enable_chunked_prefill and tokens < length:
         raise ValueError(
             f"without chunked prefill a prompt must fit into one step: --max-num-batched-tokens {tokens} must be at "
             f"least max_model_len {length}"
         )
-    return dataclasses.replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=max(tokens, rows), max_model_len=length
-    )
+    return dataclasses.replace(config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length)
 
 
 def _needs(config: EngineConfig, model: _Model, longest: int, temporary: int) -> memory.Needs:
@@ -250,7 +255,9 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
     rep, page, c = meshes.replicated(model.mesh), config.block_size, model.config
     leaves = tuple(
         jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
-        for slot, sharding in zip(placement.slots(model.abstract), placement.shardings(model.abstract, model.mesh), strict=True)
+        for slot, sharding in zip(
+            placement.slots(model.abstract), placement.shardings(model.abstract, model.mesh), strict=True
+        )
     )
     kv = tuple(
         jax.ShapeDtypeStruct(
@@ -273,21 +280,26 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
         buckets=_buckets(config, model),
         leaves=leaves,
         kv=kv,
-        work=Work(
-            hidden=jax.ShapeDtypeStruct((tokens, c.embed), model.dtype, sharding=rep),
-            picked=jax.ShapeDtypeStruct((rows, c.embed), model.dtype, sharding=rep),
+        work=jax.jit(Work.empty, static_argnums=(0, 1, 2, 3), out_shardings=rep).eval_shape(
+            tokens, rows, c.embed, model.dtype
         ),
     )
 
 
 def _buckets(config: EngineConfig, model: _Model) -> Buckets:
-    """A CPU computes one row no faster than four, and from four on its products hardly differ. Deterministic: only shapes whose products agree bit for bit."""
+    """On a CPU a step of few tokens is hardly faster than one of eight, and from eight on bfloat16 products agree.
+
+    Deterministic: only shapes whose products agree bit for bit in float32 too (docs/design).
+    """
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert rows is not None and tokens is not None
-    least = 1 if model.on_gpu else 4
+    least_tokens, least_rows = (1, 1) if model.on_gpu else (8, 4)
     if config.deterministic:
-        return Buckets.choose(tokens=tokens, rows=rows, least_tokens=64, least_rows=rows)
-    return Buckets.choose(tokens=tokens, rows=rows, least_tokens=least, least_rows=least)
+        least_tokens, least_rows = 64, rows
+    if config.token_buckets:
+        least_rows = rows
+    chosen = Buckets.choose(tokens=tokens, rows=rows, least_tokens=least_tokens, least_rows=least_rows)
+    return dataclasses.replace(chosen, tokens=config.token_buckets) if config.token_buckets else chosen
 
 
 def _limits(config: EngineConfig, shapes: Shapes, model: _Model) -> Limits:
@@ -313,6 +325,7 @@ def _bounds(config: EngineConfig, model: _Model, eos: tuple[int, ...]) -> Bounds
         seed=config.seed,
         max_bad_tokens=BANNED_TOKENS,
         max_banned=BANNED,
+        rope_length=None if model.config.rope.stretch is None else model.config.rope.stretch.length_of,
     )
 
 
@@ -330,9 +343,9 @@ def _compiling(tell: Progress) -> programlib.Progress:
     return lambda what, done, total: tell(what, done / total)
 
 
-def _tokenizer(config: EngineConfig, path: object) -> Tokenizer:
-    where = path if config.tokenizer is None else source.resolve(config.tokenizer, config.revision)
-    return Tokenizer.load(where, chat_template=config.chat_template)  # type: ignore[arg-type]
+def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
+    where = path if config.tokenizer is None else source.resolve_tokenizer(config.tokenizer, config.revision)
+    return Tokenizer.load(where, chat_template=config.chat_template)
 
 
 def _eos(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -368,18 +381,20 @@ class _CompileWatch:
         self._error = config.on_recompile == "error"
         self._engine, self._observers = engine, observers
         self._lock = threading.Lock()
+        self._warned = False
 
-    def __call__(self, event: str, seconds: float, **_: object) -> None:
+    def __call__(self, event: str, duration_secs: float, **_: object) -> None:
         if event != "/jax/core/compile/backend_compile_duration" or self._engine.closed:
             return
         with self._lock:
             for observer in self._observers:
-                observer.on_recompile(seconds)
-        message = f"XLA compiled a program after warm-up ({seconds:.2f} s); nothing in the engine should need one"
+                observer.on_recompile(duration_secs)
+        message = f"XLA compiled a program after warm-up ({duration_secs:.2f} s); nothing in the engine should need one"
         if self._error:
             self._engine.fail(RuntimeError(f"{message} (--on-recompile error)"))
-        else:
-            log.warning(message)
+        elif not self._warned:
+            self._warned = True
+            log.warning("%s; later ones are only counted", message)
 
 
 def _watch_compiles(config: EngineConfig, engine: Engine, observers: tuple[Observer, ...]) -> None:

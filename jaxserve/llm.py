@@ -123,7 +123,7 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                kwargs=chat_template_kwargs,
             )
             for one in conversations
         ]
@@ -151,7 +151,9 @@ class LLM:
             raise ValueError(f"sampling_params has {len(given)} entries for {count} prompts")
         return list(given)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[Request, tuple[tuple[int, ...], ...]]:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> tuple[Request, tuple[tuple[int, ...], ...]]:
         text, ids = tokens_of(prompt, self.tokenizer)
         request = Request(str(next(self._ids)), ids, params, text, priority, arrival=time.monotonic())
         self._engine.check(request)

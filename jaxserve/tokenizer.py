@@ -66,6 +66,11 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._spelling = _Spelling(self._backend)
+        self.max_chars_per_token = max(len(token) for token in self._vocabulary)
+        """A text of n characters has at least n / max_chars_per_token tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        """Tokens that `skip_special_tokens` leaves out."""
 
     @classmethod
     def load(cls, path: Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -78,7 +83,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written in the text become their ids; `add_special_tokens` adds the model's own."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because that leaves the GIL to other threads while a long text is encoded.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; ids that do not exist have none."""
@@ -161,11 +167,6 @@ class Tokenizer:
         """One more than the largest token id, added tokens included."""
         return max(self._vocabulary.values()) + 1
 
-    @cached_property
-    def max_chars_per_token(self) -> int:
-        """A text of n characters has at least n / max_chars_per_token tokens."""
-        return max(len(token) for token in self._vocabulary)
-
     @property
     def eos_token_id(self) -> int | None:
         return self._fast.eos_token_id
@@ -173,12 +174,6 @@ class Tokenizer:
     @property
     def bos_token_id(self) -> int | None:
         return self._fast.bos_token_id
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that `skip_special_tokens` leaves out."""
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(id for id, token in added.items() if token.special)
 
     def token_text(self, token: int) -> str:
         """The token alone, its leading space kept; half characters become U+FFFD, special tokens their name."""

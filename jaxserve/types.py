@@ -7,6 +7,7 @@ already use them. This file must never import jax.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,7 +68,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = functools.partial(object.__setattr__, self)
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         put("stop_token_ids", tuple(self.stop_token_ids or ()))
         put("bad_words", tuple(self.bad_words or ()))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol, cast
+from typing import Protocol
 
 import uvicorn
 
@@ -64,7 +64,7 @@ def start_engine(
     """Imports the engine, by using its names for the first time, and starts it."""
     progress("importing jax", 0.0)
     launched = jaxserve.launch(config, progress=progress, observers=observers)
-    return Started(cast(Engine, jaxserve.AsyncEngine(launched)), launched.config)
+    return Started(jaxserve.AsyncEngine(launched), launched.config)
 
 
 def serve(config: EngineConfig, server: ServerConfig, start: Start = start_engine) -> int:

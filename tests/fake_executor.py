@@ -49,7 +49,9 @@ class FakeFlight:
 class FakeExecutor:
     """Runs a plan at once; `depth` is the engine's affair."""
 
-    def __init__(self, page: int, windows: Sequence[int | None] = (None,), *, budget: int = 10**9, rows: int = 10**9) -> None:
+    def __init__(
+        self, page: int, windows: Sequence[int | None] = (None,), *, budget: int = 10**9, rows: int = 10**9
+    ) -> None:
         self.page, self.windows, self.budget, self.max_rows = page, windows, budget, rows
         self.rows: dict[int, Row] = {}
         self.pools: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in windows]

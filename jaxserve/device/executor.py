@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.device import mesh as meshes
 from jaxserve.device import rows as rowlib
 from jaxserve.device import step
-from jaxserve.device.programs import SCORED, Programs, Shapes
+from jaxserve.device.programs import SCORED, Programs, Shapes, row_shardings
 from jaxserve.device.step import WANTS, Sampled
 from jaxserve.plan import Admission, Chunk, Scores, StepPlan, StepResult
 from jaxserve.types import SamplingParams
@@ -52,8 +51,7 @@ class Executor:
         self.leaves: list[jax.Array] = leaves
         self._programs = programs
         self._spare = shapes.rows.rows
-        rep = meshes.replicated(shapes.mesh)
-        self._rows = jax.jit(rowlib.empty, static_argnums=0, out_shardings=rep)(shapes.rows)
+        self._rows = jax.jit(rowlib.empty, static_argnums=0, out_shardings=row_shardings(shapes))(shapes.rows)
         self._kv = tuple(_zeros(a) for a in shapes.kv)
         self._work = jax.tree.map(_zeros, shapes.work)
         self._wants = np.zeros((shapes.rows.rows + 1, len(WANTS)), np.int32)

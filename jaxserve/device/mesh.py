@@ -32,3 +32,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def split_heads(mesh: Mesh) -> NamedSharding:
     """Of a KV pool [pages, page, 2, K, H]."""
     return NamedSharding(mesh, P(None, None, None, AXIS))
+
+
+def split_columns(mesh: Mesh) -> NamedSharding:
+    """Of an array [R, V]."""
+    return NamedSharding(mesh, P(None, AXIS))

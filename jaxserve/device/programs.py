@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,13 +20,19 @@ from jaxserve.device import mesh as meshes
 from jaxserve.device import rows as rowlib
 from jaxserve.device import step
 from jaxserve.device.rows import Rows, RowShape
-from jaxserve.device.step import KV, StepShape, Work
+from jaxserve.device.step import KV, Sampled, StepShape, Work
 from jaxserve.sampling.params import RowLimits
 
 SCORED = 64
 """Prompt tokens that one `score` call takes."""
 
-Executable = Callable[..., object]
+Executable = jax.stages.Compiled
+Forward = Callable[[list[jax.Array], Rows, KV, Work, np.ndarray], tuple[Rows, KV, Work]]
+Sample = Callable[[list[jax.Array], Rows, jax.Array, np.ndarray], tuple[Rows, Sampled]]
+Score = Callable[[list[jax.Array], jax.Array, np.ndarray, np.ndarray], Sampled]
+Admit = Callable[[Rows, np.ndarray], Rows]
+Limit = Callable[[Rows, np.int32, RowLimits], Rows]
+Restore = Callable[[Rows, np.ndarray, np.ndarray, np.ndarray], Rows]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many of it are done, and how many there are."""
 
@@ -91,12 +97,12 @@ class Shapes:
 class Programs:
     """The executables. `forward` by token bucket, `sample` by (row bucket, full)."""
 
-    forward: dict[int, Executable]
-    sample: dict[tuple[int, bool], Executable]
-    score: Executable
-    admit: Executable
-    limit: Executable
-    restore: Executable
+    forward: Mapping[int, Forward]
+    sample: Mapping[tuple[int, bool], Sample]
+    score: Score
+    admit: Admit
+    limit: Limit
+    restore: Restore
 
 
 def compile_all(shapes: Shapes, *, options: dict[str, str | bool] | None = None, progress: Progress) -> Programs:
@@ -130,8 +136,8 @@ def temporary_bytes(shapes: Shapes, options: dict[str, str | bool] | None = None
         _lower_sample(shapes, shapes.buckets.rows[-1], True),
         _lower_score(shapes),
     )
-    analyses = [lowered.compile(compiler_options=options).memory_analysis() for lowered in largest]
-    return max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
+    found = [lowered.compile(compiler_options=options).memory_analysis() for lowered in largest]
+    return max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in found if a is not None)
 
 
 def _jobs(shapes: Shapes) -> list[tuple[str, Callable[[], jax.stages.Lowered]]]:
@@ -197,9 +203,19 @@ def _rows_program(s: Shapes, run: Callable[..., Rows]) -> jax.stages.Wrapped:
 
 
 def _rows(s: Shapes) -> Rows:
+    return jax.tree.map(
+        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+        jax.eval_shape(functools.partial(rowlib.empty, s.rows)),
+        row_shardings(s),
+    )
+
+
+def row_shardings(s: Shapes) -> Rows:
+    """A `Rows` of shardings: what has a column per token is split like the logits, the rest is on every device."""
     shapes = jax.eval_shape(functools.partial(rowlib.empty, s.rows))
-    rep = meshes.replicated(s.mesh)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rep), shapes)
+    everywhere = jax.tree.map(lambda _: meshes.replicated(s.mesh), shapes)
+    columns = meshes.split_columns(s.mesh)
+    return dataclasses.replace(everywhere, counts=columns, in_prompt=columns)
 
 
 def _ints(s: Shapes, *shape: int) -> jax.ShapeDtypeStruct:

@@ -173,7 +173,8 @@ def pack_limits(a: Admission, shape: RowShape) -> RowLimits:
     for i, words in enumerate(w for w in a.banned if len(w) > 1):
         bad[i, BANNED_TOKENS - len(words) :] = words
     pack = lambda mask: np.packbits(mask, bitorder="little").view(np.uint32)  # noqa: E731
-    return RowLimits(allow=pack(allow), stops=pack(stops), bias_ids=bias_ids, bias=bias, bad=bad)
+    leaves = (pack(allow), pack(stops), bias_ids, bias, bad)
+    return RowLimits(*leaves)  # type: ignore[arg-type] - numpy, which the call uploads
 
 
 def restore(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.device import rows as rowlib
@@ -34,6 +35,10 @@ class Work:
     hidden: Float[Array, "Tmax D"]
     picked: Float[Array, "S D"]
     """The last hidden state of each chunk."""
+
+    @staticmethod
+    def empty(tokens: int, rows: int, embed: int, dtype: jnp.dtype) -> Work:
+        return Work(jnp.zeros((tokens, embed), dtype), jnp.zeros((rows, embed), dtype))
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,7 @@ def sample(
             Wants(**{name: flags[i] > 0 for i, name in enumerate(WANTS)}),
             vocab=shape.vocab,
             top=shape.top,
+            columns=NamedSharding(shape.mesh, P(None, AXIS)) if shape.mesh.size > 1 else None,
         )
         out = Sampled(got.token, got.logprob, got.rank, got.top_ids, got.top_logprobs)
     else:

@@ -41,9 +41,9 @@ class Choice:
     sequence: Sequence
     stream: TextStream | None
     cumulative: float | None
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: list[str] = field(default_factory=list[str])
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     last: float = 0.0
     """When its latest token came, in seconds on the monotonic clock."""
     open: bool = True
@@ -58,9 +58,8 @@ class Answer:
         self._vocabulary = vocabulary
         wants = request.params.logprobs is not None
         self._choices = [Choice(s, self._stream(), 0.0 if wants else None) for s in sequences]
-        self._prompt: list[TokenLogprobs | None] | None = None
-        if request.params.prompt_logprobs is not None:
-            self._prompt = [None] * len(request.prompt_ids)
+        scored = request.params.prompt_logprobs is not None
+        self._prompt: list[TokenLogprobs | None] | None = [None for _ in request.prompt_ids] if scored else None
         self._output_tokens = 0
         self._said = False
 
@@ -103,7 +102,9 @@ class Answer:
     def output(self) -> RequestOutput:
         """What is new since the last call."""
         params = self.request.params
-        outputs = [self._delta(choice) for choice in self._choices if choice.tokens or choice.text or self._ending(choice)]
+        outputs = [
+            self._delta(choice) for choice in self._choices if choice.tokens or choice.text or self._ending(choice)
+        ]
         prompt_logprobs = tuple(self._prompt) if self._prompt is not None and not self._said else None
         self._said = True
         return RequestOutput(

@@ -59,10 +59,10 @@ class _Draft:
 
     budget: int
     places: int
-    chunks: list[Chunk] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    entries: list[PageEntry] = field(default_factory=list)
-    planned: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    admissions: list[Admission] = field(default_factory=list[Admission])
+    entries: list[PageEntry] = field(default_factory=list[PageEntry])
+    planned: list[Sequence] = field(default_factory=list[Sequence])
 
 
 class Scheduler:
@@ -266,7 +266,7 @@ class Scheduler:
         end = at + self.limits.page
         if not promised or end > self._reusable(s) or self._skips_cache(s):
             return False
-        return (self.pools[0].parent(s.request.cache_salt or "", hit[0]), tuple(s.tokens[at:end])) in promised
+        return (self.pools[0].parent(s.salt, hit[0]), tuple(s.tokens[at:end])) in promised
 
     def _reusable(self, s: Sequence) -> int:
         """The last known token is always computed: its hidden state is needed."""
@@ -280,7 +280,7 @@ class Scheduler:
         """Per group the cached pages of the longest prefix that all groups still have."""
         if self._skips_cache(s):
             return [[] for _ in self.pools]
-        salt, tokens = s.request.cache_salt or "", s.tokens[: self._reusable(s)]
+        salt, tokens = s.salt, s.tokens[: self._reusable(s)]
         found = [pool.match(salt, tokens) for pool in self.pools]
         length = min(len(pages) for pages in found)
         return [pages[:length] for pages in found]
@@ -303,7 +303,7 @@ class Scheduler:
         s.pages = hit
         s.launched = cached
         s.published = len(hit[0])
-        s.parents = [p.parent(s.request.cache_salt or "", h) for p, h in zip(self.pools, hit, strict=True)]
+        s.parents = [p.parent(s.salt, h) for p, h in zip(self.pools, hit, strict=True)]
         if not s.admitted:
             s.admitted, s.cached = True, cached
             self.counts.prefix_queries += s.prompt_len
@@ -380,7 +380,7 @@ class Scheduler:
 
     def _stop(self, s: Sequence, token: int) -> None:
         if token in s.stop_ids and s.generated >= s.request.params.min_tokens:
-            explicit = token in s.request.params.stop_token_ids
+            explicit = token in (s.request.params.stop_token_ids or ())
             self.finish(s, "stop", token if explicit else None)
         elif len(s.tokens) >= s.limit:
             self.finish(s, "length")

@@ -31,7 +31,9 @@ class Sequence:
     """Length at which the sequence ends: prompt + max_tokens, or the model's."""
     stop_ids: frozenset[int]
     banned: tuple[tuple[int, ...], ...] = ()
-    tokens: list[int] = field(default_factory=list)
+    salt: str = ""
+    """Keeps its prefix pages apart from those of other salts."""
+    tokens: list[int] = field(default_factory=list[int])
     launched: int = 0
     in_flight: int = 0
     pending: int = 0
@@ -43,11 +45,11 @@ class Sequence:
     row: int | None = None
     given: int = 0
     """Tokens known when the row was taken; what comes later, the device wrote into its table itself."""
-    pages: list[list[int]] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list[list[int]])
     """Per cache group; 0 where a page has left the window."""
     published: int = 0
     """Pages offered to the prefix cache."""
-    parents: list[Parent] = field(default_factory=list)
+    parents: list[Parent] = field(default_factory=list[Parent])
     """Per cache group: what the next page to publish follows."""
     cached: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""

@@ -6,6 +6,7 @@ here, so that a model file may take what it finds. Knows no weights and no devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from jaxserve.models import rope as rope_fields
 
 Fields = Mapping[str, object]
 """The content of a config.json."""
+
+VOCAB_GRAIN = 128
+"""The vocabulary is padded to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class DecoderConfig:
     vocab: int
     """Token ids that exist."""
     padded_vocab: int
-    """Rows of the embedding and the head: a multiple of the ways."""
+    """Rows of the embedding and the head: a multiple of the ways, and the same for every usual number of them."""
     eps: float
     rope: Rope
     max_position: int
@@ -84,7 +88,7 @@ class DecoderConfig:
             head_dim=head_dim,
             mlp=mlp,
             vocab=vocab,
-            padded_vocab=-(-vocab // ways) * ways,
+            padded_vocab=_padded(vocab, ways),
             eps=_number(config, "rms_norm_eps", 1e-6),
             rope=rope_fields.from_hf(config, head_dim, positions),
             max_position=rope_fields.longest(config, positions),
@@ -98,6 +102,12 @@ class DecoderConfig:
     def group_windows(self) -> tuple[int | None, ...]:
         """The window of each cache group, in the order in which the layers first need them."""
         return tuple(dict.fromkeys(self.windows))
+
+
+def _padded(vocab: int, ways: int) -> int:
+    """Draws are laid out over the padded vocabulary, so it should not change with the ways: seeds keep their answers."""
+    grain = math.lcm(VOCAB_GRAIN, ways)
+    return -(-vocab // grain) * grain
 
 
 def cache_groups(c: DecoderConfig) -> list[CacheGroup]:

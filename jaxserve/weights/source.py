@@ -52,6 +52,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return importlib.import_module("jaxserve.weights.readers.safetensors").SafetensorsCheckpoint(path)
 
 
+def generation_config(directory: str) -> dict[str, object]:
+    """What the generation_config.json of a directory says.
+
+    Raises:
+        LoadError: there is none, or it is not readable.
+    """
+    readers = importlib.import_module("jaxserve.weights.readers.safetensors")
+    return readers.read_json(Path(directory).expanduser() / "generation_config.json")
+
+
 def _local(name: str) -> Path | None:
     """What the name means on this machine; None if it is a Hugging Face id."""
     path = Path(name).expanduser()

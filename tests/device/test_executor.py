@@ -1,188 +1,214 @@
-"""The device half on tiny models in float32: however a token's computation is cut, its logits are the same."""
+"""A real engine on tiny models in float32: whatever else happens to a request, its answer is the same."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxserve.types import RequestOutput
-from tests.device.engines import request, run, start, tokens
-from tests.models.cases import CASES, Case
+from jaxserve.launch import Launched
+from jaxserve.types import Request, RequestOutput
+from tests.device.engines import Tight, engine, request, run, start, tokens
+from tests.models.cases import Case
 
-PROMPTS = [[(7 * i + k) % 90 + 1 for k in range(n)] for i, n in enumerate([1, 5, 8, 17, 23, 30])]
-
-
-def logprobs(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("budget", [256, 7], ids=["whole", "chunked"])
-def test_prompt_logprobs_equal_transformers(case: Case, budget: int) -> None:
-    """Every recorded sequence as a prompt, in one go and in chunks, in one batch."""
-    launched = start(case.name, max_num_batched_tokens=budget, max_num_seqs=min(4, budget), num_pages=60)
-    recorded = [r for r in case.recorded() if r.prompt_len == len(r.ids)]
-    asked = [
-        request(str(i), r.ids.tolist(), max_tokens=1, prompt_logprobs=0)
-        for i, r in enumerate(recorded)
-        if len(r.ids) < launched.engine.bounds.max_model_len
-    ]
-    assert asked
-    done = run(launched, asked)
-    for name, out in done.items():
-        want = logprobs(recorded[int(name)].logits)
-        ids = out.prompt_token_ids
-        got = [entry[ids[i + 1]].logprob for i, entry in enumerate(out.prompt_logprobs[1:]) if entry]  # type: ignore[index]
-        np.testing.assert_allclose(got, [want[i, ids[i + 1]] for i in range(len(ids) - 1)], atol=1e-3)
-    launched.engine.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_token_by_token_equals_transformers(case: Case) -> None:
-    """The tokens after the prompt are forced one by one; each step's logprob is compared."""
-    recorded = [r for r in case.recorded() if r.prompt_len < len(r.ids)][:1]
-    if not recorded:
-        recorded = case.recorded()[:1]
-    launched = start(case.name, num_pages=60)
-    r = recorded[0]
-    ids = r.ids.tolist()
-    first = min(r.prompt_len, len(ids) - 1)
-    want = logprobs(r.logits)
-    if r.prompt_len < len(ids):
-        got = forced(launched, ids, first)
-        np.testing.assert_allclose(got, [want[i - 1, ids[i]] for i in range(first, len(ids))], atol=1e-3)
-    launched.engine.close()
-
-
-def forced(launched, ids: list[int], first: int) -> list[float]:  # noqa: ANN001 - Launched
-    """Logprob of each of ids[first:], when it is generated because nothing else is allowed."""
-    got: list[float] = []
-    out = run(
-        launched, [request("f", ids[:first], max_tokens=len(ids) - first, logprobs=0, logit_bias={ids[first]: 100.0})]
-    )["f"]
-    # A bias forces one token only, so the chain is walked by growing the prompt and reading the next token's logprob.
-    del out
-    for i in range(first, len(ids)):
-        answer = run(launched, [request(f"s{i}", ids[:i], max_tokens=1, logprobs=0, allowed_token_ids=[ids[i]])])[f"s{i}"]
-        entries = answer.outputs[0].logprobs
-        assert entries is not None
-        got.append(entries[0][ids[i]].logprob)
-    return got
-
-
-def answers(name: str = "llama3", **options: object) -> dict[str, tuple[int, ...]]:
-    launched = start(name, **options)
-    found = tokens(run(launched, [request(str(i), p) for i, p in enumerate(PROMPTS)]))
-    assert not launched.engine.scheduler.running
-    assert all(pool.free == pool.total for pool in launched.engine.scheduler.pools)
-    launched.engine.close()
-    return found
+PROMPTS = [[(7 * i + k * k) % 90 + 1 for k in range(n)] for i, n in enumerate([1, 5, 8, 17, 23, 30])]
+TIGHT_PAGES = 9
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, tuple[int, ...]]:
-    return answers()
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_depth_changes_nothing(plain: dict[str, tuple[int, ...]], depth: int) -> None:
-    assert answers(steps_in_flight=depth) == plain
-
-
-def test_chunks_change_nothing(plain: dict[str, tuple[int, ...]]) -> None:
-    assert answers(max_num_batched_tokens=5) == plain
-
-
-def test_preemption_changes_nothing(plain: dict[str, tuple[int, ...]]) -> None:
-    launched = start("llama3", num_pages=9, max_model_len=48)
-    assert tokens(run(launched, [request(str(i), p) for i, p in enumerate(PROMPTS)])) == plain
-    assert launched.engine.scheduler.counts.preemptions > 0
-    launched.engine.close()
-
-
-def test_prefix_hits_change_nothing(plain: dict[str, tuple[int, ...]]) -> None:
+def llama() -> Iterator[Launched]:
     launched = start("llama3")
-    for _ in range(2):
-        assert tokens(run(launched, [request(str(i), p) for i, p in enumerate(PROMPTS)])) == plain
-    assert launched.engine.scheduler.counts.prefix_hits > 0
+    yield launched
     launched.engine.close()
 
 
-@pytest.mark.parametrize("ways", [2, 4, 8])
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral"])
-def test_tensor_parallel_equals_one_device(name: str, ways: int) -> None:
-    if ways > 4:
-        pytest.skip("the tiny checkpoints have four heads")
-    assert answers(name, tensor_parallel_size=ways) == answers(name)
+@pytest.fixture(scope="module")
+def exact() -> Iterator[Launched]:
+    launched = start("llama3", deterministic=True)
+    yield launched
+    launched.engine.close()
+
+
+def ask(**params: object) -> list[Request]:
+    return [request(str(i), p, **params) for i, p in enumerate(PROMPTS)]
+
+
+def same(launched: Launched, tight: Tight, want: dict[str, tuple[int, ...]], **params: object) -> Tight:
+    assert tokens(run(engine(launched, tight), ask(**params))) == want
+    return tight
+
+
+VARIANTS = {
+    "depth 1": Tight(depth=1),
+    "depth 3": Tight(depth=3),
+    "chunks": Tight(tokens=5),
+    "one row": Tight(rows=1),
+    "no cache": Tight(caching=False),
+    "preempted": Tight(pages=TIGHT_PAGES),
+    "preempted, chunks, depth 3": Tight(pages=TIGHT_PAGES, tokens=6, depth=3),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("exactly", [False, True], ids=["plain", "deterministic"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.0, "seed": 5, "n": 2},
+        {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    ],
+    ids=["greedy", "seeded", "penalties"],
+)
+def test_nothing_changes_the_answer(
+    llama: Launched, exact: Launched, variant: str, exactly: bool, params: dict[str, object]
+) -> None:
+    launched = exact if exactly else llama
+    want = tokens(run(engine(launched), ask(**params)))
+    assert tokens(run(engine(launched, VARIANTS[variant]), ask(**params))) == want
+
+
+def test_alone_and_among_others(exact: Launched) -> None:
+    for params in ({}, {"temperature": 1.0, "seed": 7, "n": 2}, {"temperature": 0.7, "top_p": 0.8, "seed": 1}):
+        mine = request("mine", PROMPTS[3], logprobs=2, **params)
+        alone = run(engine(exact), [mine])["mine"]
+        others = [request(str(i), p, temperature=1.2) for i, p in enumerate(PROMPTS * 2)]
+        beside = run(engine(exact), [*others[:5], mine, *others[5:]])["mine"]
+        assert alone.outputs == beside.outputs
+
+
+def test_preemption_and_hits_really_happen(llama: Launched) -> None:
+    tight = engine(llama, Tight(pages=TIGHT_PAGES))
+    run(tight, ask())
+    assert tight.scheduler.counts.preemptions > 0
+    roomy = engine(llama)
+    run(roomy, ask())
+    before = roomy.scheduler.counts.prefix_hits
+    again = run(roomy, ask())
+    assert roomy.scheduler.counts.prefix_hits > before
+    assert again["5"].num_cached_tokens == 24
+
+
+def test_penalties_know_cached_tokens(llama: Launched) -> None:
+    params = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+    e = engine(llama)
+    first = tokens(run(e, ask(**params)))
+    assert tokens(run(e, ask(**params))) == first
+    assert first != tokens(run(engine(llama), ask()))
+
+
+def test_prompt_logprobs_over_chunks_and_preemptions(llama: Launched) -> None:
+    want = run(engine(llama), ask(prompt_logprobs=3))
+    got = run(engine(llama, Tight(tokens=5, pages=TIGHT_PAGES)), ask(prompt_logprobs=3))
+    for name, out in want.items():
+        other = got[name].prompt_logprobs
+        assert out.prompt_logprobs is not None and other is not None
+        assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
+        for a, b in zip(out.prompt_logprobs[1:], other[1:], strict=True):
+            assert a is not None and b is not None and a.keys() == b.keys()
+            assert all(abs(a[t].logprob - b[t].logprob) < 1e-3 for t in a)
+
+
+def test_every_limit_of_a_row_takes_effect(llama: Launched) -> None:
+    prompt, e = PROMPTS[3], engine(llama)
+    greedy = run(e, [request("g", prompt)])["g"].outputs[0].token_ids
+
+    def answer(**params: object) -> RequestOutput:
+        beside = request("plain", prompt)
+        done = run(e, [request("x", prompt, **params), beside])
+        assert done["plain"].outputs[0].token_ids == greedy
+        return done["x"]
+
+    assert answer(logit_bias={5: 100.0}).outputs[0].token_ids == (5,) * 12
+    assert answer(logit_bias={greedy[0]: -100.0}).outputs[0].token_ids[0] != greedy[0]
+    assert set(answer(allowed_token_ids=[3, 4]).outputs[0].token_ids) <= {3, 4}
+    stopped = answer(stop_token_ids=[greedy[2]]).outputs[0]
+    first = greedy.index(greedy[2])
+    assert stopped.token_ids == greedy[: first + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", greedy[2])
+    late = answer(stop_token_ids=[greedy[2]], min_tokens=first + 4).outputs[0]
+    assert len(late.token_ids) >= first + 4 and greedy[2] not in late.token_ids[: first + 3]
+
+
+def test_bad_words_of_several_tokens(llama: Launched) -> None:
+    prompt, e = PROMPTS[3], engine(llama)
+    greedy = run(e, [request("g", prompt)])["g"].outputs[0].token_ids
+    banned = (greedy[1], greedy[2])
+    e.add(request("b", prompt), (banned,))
+    said: list[int] = []
+    while e.busy:
+        for out in e.step():
+            said += out.outputs[0].token_ids
+    assert said[:2] == list(greedy[:2])
+    assert not any(tuple(said[i : i + 2]) == banned for i in range(len(said)))
+
+
+def test_nothing_compiles_after_the_launch(llama: Launched) -> None:
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **kw: compiled.append(event))
+    e = engine(llama)
+    requests = [
+        *ask(),
+        *[r for r in [request("a", PROMPTS[2], temperature=1.0, top_p=0.5, logprobs=2, prompt_logprobs=1, n=2)]],
+        request("b", PROMPTS[4], min_tokens=3, logit_bias={4: 1.0}, frequency_penalty=1.0, allowed_token_ids=[3, 4, 5]),
+    ]
+    run(e, requests)
+    assert not [event for event in compiled if "backend_compile" in event]
+
+
+def test_another_shape_raises_instead_of_compiling(llama: Launched) -> None:
+    with pytest.raises(TypeError):
+        llama.executor._programs.score(llama.executor.leaves, np.zeros((3, 3)), np.zeros(3), np.zeros(3))
+
+
+@pytest.fixture(scope="module")
+def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that eight devices can share: 8 query heads, 2 KV heads (repeated), 101 tokens (padded)."""
+    import json
+
+    source, place = Case("llama3").directory, tmp_path_factory.mktemp("eight") / "eight_heads"
+    place.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    head = 8
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head}
+    rng = np.random.default_rng(0)
+    width = config["hidden_size"]
+    sizes = {"q_proj": (8 * head, width), "k_proj": (2 * head, width), "v_proj": (2 * head, width), "o_proj": (width, 8 * head)}
+    weights = load_file(source / "model.safetensors")
+    for name in list(weights):
+        for part, shape in sizes.items():
+            if part in name:
+                weights[name] = rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+    (place / "config.json").write_text(json.dumps(config))
+    save_file(weights, place / "model.safetensors")
+    return place
+
+
+def test_tensor_parallel_equals_one_device(eight_heads: Path) -> None:
+    answers = {}
+    for ways in (1, 2, 4, 8):
+        launched = start(eight_heads, tensor_parallel_size=ways)
+        mixed = [*ask(), request("x", PROMPTS[4], temperature=0.9, top_p=0.9, seed=3, frequency_penalty=1.0)]
+        answers[ways] = tokens(run(launched.engine, mixed))
+        launched.engine.close()
+    assert answers[2] == answers[1] and answers[4] == answers[1] and answers[8] == answers[1]
+
+
+def test_impossible_ways_are_refused_with_those_that_work(eight_heads: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 3 .* 1, 2, 4, 8"):
+        start(eight_heads, tensor_parallel_size=3)
 
 
 @pytest.mark.parametrize("name", ["qwen2_window", "qwen3_alternating", "mistral"])
-def test_windows_with_two_cache_groups(name: str) -> None:
-    assert answers(name, num_pages=60) == answers(name, num_pages=60, enable_prefix_caching=False, steps_in_flight=1)
-
-
-def test_the_penalties_know_cached_and_replayed_tokens() -> None:
-    """Counts on the device come from prompts found in the cache, and after a preemption from the replay."""
-    ask = [
-        request(str(i), p, repetition_penalty=1.7, frequency_penalty=0.5, presence_penalty=0.3) for i, p in enumerate(PROMPTS)
-    ]
-    roomy = start("llama3")
-    want = tokens(run(roomy, ask))
-    assert tokens(run(roomy, ask)) == want
-    assert roomy.engine.scheduler.counts.prefix_hits > 0
-    tight = start("llama3", num_pages=9, max_model_len=48)
-    assert tokens(run(tight, ask)) == want
-    assert tight.engine.scheduler.counts.preemptions > 0
-
-
-def test_seeds_do_not_depend_on_batch_mates() -> None:
-    launched = start("llama3", deterministic=True)
-    alone = run(launched, [request("a", PROMPTS[3], temperature=1.0, seed=7, n=2)])
-    beside = run(
-        launched,
-        [request("a", PROMPTS[3], temperature=1.0, seed=7, n=2)]
-        + [request(str(i), p, temperature=1.2) for i, p in enumerate(PROMPTS)],
-    )
-    assert tokens(alone) == {k: v for k, v in tokens(beside).items() if k.startswith("a")}
-    assert alone["a"].outputs[0].token_ids != alone["a"].outputs[1].token_ids
+def test_windows_and_two_cache_groups(name: str) -> None:
+    launched = start(name)
+    want = tokens(run(engine(launched, Tight(caching=False, depth=1)), ask()))
+    e = engine(launched)
+    for _ in range(2):
+        assert tokens(run(e, ask())) == want
+    assert tokens(run(engine(launched, Tight(tokens=5, depth=3)), ask())) == want
     launched.engine.close()
-
-
-def test_every_limit_of_a_row_takes_effect() -> None:
-    launched = start("llama3")
-    prompt = PROMPTS[3]
-    greedy = run(launched, [request("g", prompt)])["g"].outputs[0].token_ids
-
-    def ask(**params: object) -> RequestOutput:
-        return run(launched, [request("x", prompt, **params)])["x"]
-
-    assert ask(logit_bias={5: 100.0}).outputs[0].token_ids == (5,) * 12
-    assert ask(logit_bias={greedy[0]: -100.0}).outputs[0].token_ids[0] != greedy[0]
-    assert set(ask(allowed_token_ids=[3, 4]).outputs[0].token_ids) <= {3, 4}
-    stopped = ask(stop_token_ids=[greedy[2]])
-    first = greedy.index(greedy[2])
-    assert stopped.outputs[0].token_ids == greedy[: first + 1]
-    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", greedy[2])
-    late = ask(stop_token_ids=[greedy[2]], min_tokens=first + 4)
-    assert len(late.outputs[0].token_ids) >= first + 4
-    assert greedy[2] not in late.outputs[0].token_ids[: first + 3]
-    assert len(set(ask(frequency_penalty=2.0, presence_penalty=2.0).outputs[0].token_ids)) > len(set(greedy)) - 1
-    launched.engine.close()
-
-
-def test_bad_words_of_several_tokens() -> None:
-    launched = start("llama3")
-    prompt = PROMPTS[3]
-    greedy = run(launched, [request("g", prompt)])["g"].outputs[0].token_ids
-    engine = launched.engine
-    banned = (greedy[1], greedy[2])
-    engine.add(request("b", prompt), (banned,))
-    said: list[int] = []
-    while engine.busy:
-        for out in engine.step():
-            said += out.outputs[0].token_ids
-    assert greedy[0] == said[0] and greedy[1] == said[1] and said[2] != greedy[2]
-    assert not any(tuple(said[i : i + 2]) == banned for i in range(len(said)))
-    engine.close()

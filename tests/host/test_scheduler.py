@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import scheduling
 from jaxserve.engine import Bounds, Engine
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.types import Request, SamplingParams
@@ -134,17 +135,9 @@ def test_random_traces(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_continuous_batching_takes_as_many_steps_as_the_longest_answer(depth: int) -> None:
-    lengths = [5, 40, 8, 6, 35, 7, 9, 4]
-    w = world(rows=4, tokens=2048, page=16, pages=200, depth=depth, caching=False)
-    for i, n in enumerate(lengths):
-        w.add(str(i), [i] * 100, max_tokens=n, ignore_eos=True)
-    held: dict[str, int] = {}
-    while w.engine.busy:
-        w.step()
-    assert sum(any(c.emit for c in plan.chunks) for plan in w.device.steps) == 40
-    for i, n in enumerate(lengths):
-        held[str(i)] = -(-(100 + n - 1) // 16) * 16
-    assert sum(held.values()) == 960
+    got, naive = scheduling.serve(depth=depth), scheduling.serve(depth=depth, page=scheduling.CONTEXT, static=True)
+    assert (got.steps, got.slots, got.tokens) == (40, 960, sum(scheduling.ANSWERS))
+    assert (naive.steps, naive.slots, naive.tokens) == (75, 16_384, sum(scheduling.ANSWERS))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

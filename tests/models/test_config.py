@@ -29,7 +29,7 @@ def read(ways: int = 1, **changes) -> DecoderConfig:
 def test_sizes():
     c = read()
     assert (c.embed, c.heads, c.kv_heads, c.head_dim, c.mlp, c.layers) == (48, 12, 2, 4, 96, 4)
-    assert (c.vocab, c.padded_vocab, c.eps, c.max_position) == (101, 101, 1e-5, 64)
+    assert (c.vocab, c.padded_vocab, c.eps, c.max_position) == (101, 128, 1e-5, 64)
     assert c.windows == (None,) * 4
     assert (c.attention_bias, c.mlp_bias, c.tie) == (False, False, False)
 
@@ -44,7 +44,7 @@ def test_what_a_config_may_leave_out():
 
 
 @pytest.mark.parametrize(
-    ("ways", "kv_heads", "padded"), [(1, 2, 101), (2, 2, 102), (4, 4, 104), (6, 6, 102), (12, 12, 108)]
+    ("ways", "kv_heads", "padded"), [(1, 2, 128), (2, 2, 128), (4, 4, 128), (6, 6, 384), (12, 12, 384)]
 )
 def test_ways(ways: int, kv_heads: int, padded: int):
     c = read(ways)
