@@ -107,13 +107,13 @@ def _requests() -> list[Request]:
 
 def main() -> None:
     print(f"answers of {', '.join(map(str, ANSWERS))} tokens to prompts of {PROMPT}, on {ROWS} rows\n")
-    print(f"{'':36s}  steps  rows busy  KV slots held at the ends")
+    print(f"{'':37s}  steps  rows busy  KV slots held at the ends")
     for name, outcome in (
         (f"static batches, {CONTEXT} slots a sequence", serve(page=CONTEXT, static=True)),
         (f"continuous, pages of {PAGE}", serve()),
         (f"continuous, pages of {PAGE}, overlap 2", serve(depth=2)),
     ):
-        print(f"{name:36s} {outcome.steps:6d} {outcome.rows_busy:10.0%} {outcome.slots:26,d}")
+        print(f"{name:37s} {outcome.steps:6d} {outcome.rows_busy:10.0%} {outcome.slots:26,d}")
 
 
 if __name__ == "__main__":

@@ -87,6 +87,9 @@ class AsyncEngine:
         self.default_params = served.default_params
         self.dead: BaseException | None = None
         self._boxes: dict[str, _Mailbox] = {}
+        """Of requests that are being read. The event loop's."""
+        self._inside: dict[str, _Mailbox] = {}
+        """Of requests that the engine has. The thread's: a name may be used again before the engine is done with it."""
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -139,13 +142,15 @@ class AsyncEngine:
         request = Request(request_id, ids, params, text, priority, cache_salt, arrival)
         self._engine.check(request)
         banned = bad_word_tokens(params, self.tokenizer, self.bounds)
-        if self.dead is not None or self._stopping:
-            raise EngineDead(f"the engine is not running: {self.dead or 'it is shutting down'}") from self.dead
+        if not self.is_running:
+            raise self._end()
         if request_id in self._boxes:
             raise InvalidRequest(f"request_id {request_id!r} is in use by a running request", "request_id")
         self._loop = asyncio.get_running_loop()
         box = self._boxes[request_id] = _Mailbox()
-        self._post(lambda: self._engine.add(request, banned))
+        self._post(lambda: self._add(request, banned, box))
+        if not self.is_running:
+            box.fail(self._end())
         finished = False
         sofar: RequestOutput | None = None
         try:
@@ -158,7 +163,7 @@ class AsyncEngine:
         finally:
             self._boxes.pop(request_id, None)
             if not finished:
-                self._post(lambda: self._engine.abort(request_id))
+                self._post(lambda: self._drop(request_id))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output with finish_reason 'abort'."""
@@ -186,10 +191,20 @@ class AsyncEngine:
             self._inbox.append(action)
             self._wake.notify()
 
+    # -- in the engine's thread ---------------------------------------------------------------------------------
+
+    def _add(self, request: Request, banned: tuple[tuple[int, ...], ...], box: _Mailbox) -> None:
+        self._inside[request.id] = box
+        self._engine.add(request, banned)
+
     def _abort(self, request_id: str) -> None:
         last = self._engine.abort(request_id)
         if last is not None:
             self._deliver([last])
+
+    def _drop(self, request_id: str) -> None:
+        self._inside.pop(request_id, None)
+        self._engine.abort(request_id)
 
     def _run(self) -> None:
         try:
@@ -202,7 +217,8 @@ class AsyncEngine:
         except BaseException as e:
             log.exception("the engine has failed; every open request ends with an error")
             self.dead = e
-        self._fail_all(EngineDead(f"the engine has stopped: {self.dead or 'it was closed'}"))
+        error = self._end()
+        self._in_loop(lambda: [box.fail(error) for box in self._boxes.values()])
         self._engine.close()
 
     def _wait(self) -> bool:
@@ -214,13 +230,19 @@ class AsyncEngine:
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """One call into the event loop a step, whatever the number of requests."""
-        self._in_loop(lambda: [box.put(out) for out in outputs if (box := self._boxes.get(out.request_id))])
+        filled = [(self._inside[out.request_id], out) for out in outputs if out.request_id in self._inside]
+        for _, out in filled:
+            if out.finished:
+                del self._inside[out.request_id]
+        self._in_loop(lambda: [box.put(out) for box, out in filled])
 
-    def _fail_all(self, error: EngineDead) -> None:
-        self._in_loop(lambda: [box.fail(error) for box in self._boxes.values()])
+    def _end(self) -> EngineDead:
+        """Why nothing is served any more."""
+        error = EngineDead(f"the engine is not running: {self.dead or 'it is shutting down'}")
+        error.__cause__ = self.dead
+        return error
 
     def _in_loop(self, action: Callable[[], object]) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(action)
-

@@ -19,7 +19,7 @@ from jaxserve.host.answers import Answer, Vocabulary
 from jaxserve.host.scheduler import Event, Scheduler
 from jaxserve.host.sequence import Sequence
 from jaxserve.plan import StepPlan, StepResult
-from jaxserve.types import InvalidRequest, Observer, Request, RequestOutput, StepStats
+from jaxserve.types import FinishReason, InvalidRequest, Observer, Request, RequestOutput, StepStats
 
 
 class Flight(Protocol):
@@ -142,6 +142,7 @@ class Engine:
         for s in answer.sequences:
             self.scheduler.finish(s, "abort")
         self._tell_finished(answer, time.monotonic(), "abort")
+        self._tell_step([], [])
         return answer.output()
 
     def step(self) -> list[RequestOutput]:
@@ -190,7 +191,7 @@ class Engine:
         for at, scores in result.prompt_scores.items():
             chunk = plan.chunks[at]
             s = self.scheduler.sequence(chunk.sequence)
-            if s is not None and s.request.id in self._answers and chunk.epoch == s.epoch:
+            if s is not None and s.finish_reason is None and chunk.epoch == s.epoch:
                 self._answers[s.request.id].scored(chunk.start, chunk.targets, scores)
 
     def _read_tokens(
@@ -227,9 +228,9 @@ class Engine:
             return next(self._seeds) * 0xD1342543DE82EF95 % 2**64
         return int.from_bytes(os.urandom(8), "little")
 
-    def _tell_finished(self, answer: Answer, now: float, reason: str) -> None:
+    def _tell_finished(self, answer: Answer, now: float, reason: FinishReason) -> None:
         for observer in self._observers:
-            observer.on_finish(answer.stats(now, reason))  # type: ignore[arg-type]
+            observer.on_finish(answer.stats(now, reason))
 
     def _tell_step(self, first: list[float], gaps: list[float]) -> None:
         if not self._observers:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, ServerConfig, check_names, names_of, read_yaml, split
 from jaxserve.launch import Launched, Progress, launch
-from jaxserve.prompts import Prompt, bad_word_tokens, tokens_of
+from jaxserve.prompts import Prompt, TokensPrompt, bad_word_tokens, tokens_of
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import Observer, Request, RequestOutput, SamplingParams
 
@@ -127,8 +127,8 @@ class LLM:
             )
             for one in conversations
         ]
-        tokens = [{"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)} for text in prompts]
-        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+        tokens = [TokensPrompt(prompt=text, prompt_token_ids=self.tokenizer.encode(text, False)) for text in prompts]
+        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Frees the device memory; the object is of no use afterwards."""

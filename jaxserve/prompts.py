@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from jaxserve.engine import Bounds
 from jaxserve.host.answers import Vocabulary
 from jaxserve.types import InvalidRequest, SamplingParams
+
+MAX_WORD = 1000
+"""Characters of a bad word: what is longer has too many tokens, and would take long to find that out."""
 
 
 class TextPrompt(TypedDict):
@@ -16,6 +19,8 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """Their text, to be told again in the outputs."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -33,15 +38,13 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizes) -> tuple[str | None, tuple[i
     Raises:
         InvalidRequest: it is none of the accepted forms.
     """
-    if isinstance(prompt, dict):
-        if "prompt_token_ids" in prompt:
-            text = prompt.get("prompt")
-            return (text if isinstance(text, str) else None), _ids(prompt["prompt_token_ids"])
-        prompt = prompt.get("prompt", None)  # type: ignore[assignment]
-    if isinstance(prompt, str):
-        return prompt, tuple(tokenizer.encode(prompt))
-    if isinstance(prompt, Sequence):
-        return None, _ids(prompt)
+    given: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+        return (given if isinstance(given, str) else None), _ids(prompt["prompt_token_ids"])
+    if isinstance(given, str):
+        return given, tuple(tokenizer.encode(given))
+    if isinstance(given, Sequence):
+        return None, _ids(given)
     raise InvalidRequest(
         "prompt must be a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'", "prompt"
     )
@@ -61,6 +64,8 @@ def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizes, bounds: Bounds
     """
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words or ():
+        if len(word) > MAX_WORD:
+            raise InvalidRequest(f"bad_words has an entry of {len(word)} characters, at most {MAX_WORD}", "bad_words")
         for text in (word, " " + word.lstrip()):
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
             if tokens:

@@ -201,13 +201,13 @@ class CompletionOutput:
 
     def joined(self, later: CompletionOutput) -> CompletionOutput:
         """This delta followed by a `later` delta of the same choice."""
-        both = self.logprobs is not None and later.logprobs is not None
+        logprobs = later.logprobs if self.logprobs is None else self.logprobs + (later.logprobs or ())
         return CompletionOutput(
             index=self.index,
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             cumulative_logprob=later.cumulative_logprob,
-            logprobs=self.logprobs + later.logprobs if both else later.logprobs or self.logprobs,  # type: ignore[operator]
+            logprobs=logprobs,
             finish_reason=later.finish_reason,
             stop_reason=later.stop_reason,
         )

@@ -20,6 +20,9 @@ with contextlib.suppress(ImportError):
 
 HINT = "Ctrl-C stops an answer, /new starts afresh, Ctrl-D leaves"
 CONNECT_SECONDS = 10.0
+TEMPERATURE = 0.7
+LONGEST = 1024
+"""Pieces of an answer that are read where no --max-tokens is given: small models may never come to an end."""
 
 
 class ChatError(Exception):
@@ -49,6 +52,9 @@ class Conversation:
             for piece in _stream(self, body):
                 said.append(piece)
                 yield piece
+                if len(said) == LONGEST and "max_tokens" not in self.options:
+                    yield " [cut; --max-tokens allows longer answers]"
+                    return
         except ChatError:
             self.messages.pop()
             raise
@@ -62,8 +68,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"default: the variable {' or '.join(KEY_VARIABLES)}")
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is served")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--temperature", type=float, metavar="N", help="default: the server's")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: as long as the context allows")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="N", help=f"default: {TEMPERATURE}")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"default: answers are cut after {LONGEST}")
 
 
 def chat(flags: argparse.Namespace) -> int:

@@ -7,11 +7,12 @@ would read another sequence's keys fails at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.plan import SCRATCH_PAGE, Chunk, StepPlan, StepResult
+from jaxserve.plan import SCRATCH_PAGE, Chunk, Scores, StepPlan, StepResult
+from jaxserve.types import SamplingParams
 
 VOCAB = 64
 
@@ -31,11 +32,36 @@ def continuation(prompt: Sequence[int], count: int, stops: frozenset[int] = froz
     return text[len(prompt) :]
 
 
+TOP = 5
+
+
+def rank_of(token: int, text: Sequence[int]) -> int:
+    """How likely `token` is after `text`: 1 is the most likely, and the token that is sampled has rank 3."""
+    return (token - next_token(text) + 2) % VOCAB + 1
+
+
+def logprob_of(rank: int) -> float:
+    return -rank / 4
+
+
+def likeliest(text: Sequence[int], count: int) -> list[int]:
+    return [(next_token(text) - 2 + i) % VOCAB for i in range(count)]
+
+
+def scores(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> Scores:
+    """Of each token after its text."""
+    ranks = np.array([rank_of(token, text) for text, token in zip(texts, tokens, strict=True)], np.int32)
+    top = np.array([likeliest(text, TOP) for text in texts], np.int32).reshape(-1, TOP)
+    values = np.tile(logprob_of(np.arange(1, TOP + 1)), (len(texts), 1)).astype(np.float32)
+    return Scores(logprob_of(ranks).astype(np.float32), ranks, top, values)
+
+
 @dataclass
 class Row:
-    tokens: list[int] = field(default_factory=list)
-    computed: int = 0
-    pages: list[list[int]] = field(default_factory=list)
+    params: SamplingParams
+    tokens: list[int]
+    computed: int
+    pages: list[list[int]]
 
 
 @dataclass
@@ -64,7 +90,7 @@ class FakeExecutor:
         assert len({c.row for c in plan.chunks}) == len(plan.chunks)
         assert [c.emit for c in plan.chunks] == sorted((c.emit for c in plan.chunks), reverse=True)
         for a in plan.admissions:
-            self.rows[a.row] = Row(list(a.cached), len(a.cached), [list(pages) for pages in a.pages])
+            self.rows[a.row] = Row(a.params, list(a.cached), len(a.cached), [list(pages) for pages in a.pages])
         written: list[set[int]] = [set() for _ in self.windows]
         for e in plan.pages:
             table = self.rows[e.row].pages[e.group]
@@ -76,8 +102,13 @@ class FakeExecutor:
             self._write(chunk)
         for chunk in plan.chunks:
             self._read(chunk)
-        tokens = [self._sample(chunk) for chunk in plan.chunks if chunk.emit]
-        return FakeFlight(StepResult(np.array(tokens, np.int32), None, {}))
+        prompt_scores = {at: self._score(chunk) for at, chunk in enumerate(plan.chunks) if chunk.targets}
+        emitting = [self.rows[chunk.row] for chunk in plan.chunks if chunk.emit]
+        tokens = [self._sample(row) for row in emitting]
+        found = None
+        if any(row.params.logprobs is not None for row in emitting):
+            found = scores([row.tokens[:-1] for row in emitting], tokens)
+        return FakeFlight(StepResult(np.array(tokens, np.int32), found, prompt_scores))
 
     def _write(self, chunk: Chunk) -> None:
         row = self.rows[chunk.row]
@@ -100,8 +131,11 @@ class FakeExecutor:
                 slot = (row.pages[group][at // self.page], at % self.page)
                 assert self.pools[group][slot] == tuple(row.tokens[: at + 1]), "reads a page of another text"
 
-    def _sample(self, chunk: Chunk) -> int:
+    def _score(self, chunk: Chunk) -> Scores:
         row = self.rows[chunk.row]
+        return scores([row.tokens[: chunk.start + 1 + i] for i in range(len(chunk.targets))], chunk.targets)
+
+    def _sample(self, row: Row) -> int:
         assert row.computed == len(row.tokens)
         row.tokens.append(next_token(row.tokens))
         return row.tokens[-1]

@@ -47,9 +47,7 @@ class Buckets:
     @staticmethod
     def choose(*, tokens: int, rows: int, least_tokens: int, least_rows: int) -> Buckets:
         """Powers of two up to `tokens`, powers of four up to `rows`, none below the least."""
-        return Buckets(
-            _series(min(least_tokens, tokens), tokens, 2), _series(min(max(least_rows, 1), rows), rows, 4)
-        )
+        return Buckets(_series(min(least_tokens, tokens), tokens, 2), _series(min(max(least_rows, 1), rows), rows, 4))
 
 
 def _series(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxserve.plan import Admission
 from jaxserve.sampling.params import RowLimits, RowParams
@@ -133,9 +133,13 @@ def pack_admissions(admissions: list[Admission], spare: int) -> np.ndarray:
     packed[:, 0] = spare
     for i, a in enumerate(admissions):
         p = a.params
-        packed[i, : len(_INTS)] = np.array(
-            [a.row, a.prompt_len, a.total, p.top_k, p.min_tokens, a.seed & 0xFFFFFFFF, a.seed >> 32], np.uint64
-        ).astype(np.uint32).view(np.int32)
+        packed[i, : len(_INTS)] = (
+            np.array(
+                [a.row, a.prompt_len, a.total, p.top_k, p.min_tokens, a.seed & 0xFFFFFFFF, a.seed >> 32], np.uint64
+            )
+            .astype(np.uint32)
+            .view(np.int32)
+        )
         packed[i, len(_INTS) :] = np.array(
             [
                 p.temperature,
@@ -177,9 +181,7 @@ def pack_limits(a: Admission, shape: RowShape) -> RowLimits:
     return RowLimits(*leaves)  # type: ignore[arg-type] - numpy, which the call uploads
 
 
-def restore(
-    rows: Rows, packed: Int[Array, " 3"], ids: Int[Array, " C"], pages: Int[Array, "groups Cp"]
-) -> Rows:
+def restore(rows: Rows, packed: Int[Array, " 3"], ids: Int[Array, " C"], pages: Int[Array, "groups Cp"]) -> Rows:
     """Tokens that were found computed: `packed` is row, start (a multiple of C), count; `pages` hold their KV."""
     row, start, count = packed[0], packed[1], packed[2]
     length, table = rows.tokens.shape[1], rows.pages[0].shape[1]

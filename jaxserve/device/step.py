@@ -183,9 +183,7 @@ class _Attend:
             size = cache.shape[0] * shape.page
             slots = jnp.where(batch.slots < size, batch.slots + first * shape.page, size)
             cache = attention.append(cache, k, v, slots)
-            out = attention.paged_attention(
-                q, cache, batch, first, window=window, scale=scale, uniform=shape.uniform
-            )
+            out = attention.paged_attention(q, cache, batch, first, window=window, scale=scale, uniform=shape.uniform)
             return out, cache
 
         if shape.mesh.size > 1:

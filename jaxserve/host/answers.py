@@ -162,6 +162,8 @@ class Answer:
         s = choice.sequence
         if s.finish_reason is not None:
             choice.open = False
+        if s.finish_reason == "abort" and choice.stream is not None:
+            choice.text.append(choice.stream.flush().text)
         delta = CompletionOutput(
             index=s.index,
             text="".join(choice.text),

@@ -74,11 +74,14 @@ class PagePool:
                 if self._key[page] is None:
                     self._free.move_to_end(page, last=False)
 
-    def match(self, salt: str, tokens: Sequence[int]) -> list[int]:
-        """The longest run of published pages that hold exactly the beginning of `tokens`."""
+    def match(self, salt: str, tokens: Sequence[int], end: int) -> list[int]:
+        """The longest run of published pages that hold exactly the beginning of `tokens[:end]`.
+
+        Costs as much as it finds, however long the text.
+        """
         found: list[int] = []
         parent: Parent = salt
-        for at in range(0, len(tokens) - self.size + 1, self.size):
+        for at in range(0, end - self.size + 1, self.size):
             page = self._published.get((parent, tuple(tokens[at : at + self.size])))
             if page is None:
                 break
@@ -104,11 +107,6 @@ class PagePool:
             self._serial[page] = self._next_serial
             self._next_serial += 1
         return self._serial[known]
-
-    def forget_all(self) -> None:
-        """Empties the prefix cache; held pages stay held."""
-        for page in list(self._published.values()):
-            self._forget(page)
 
     def _forget(self, page: int) -> None:
         key = self._key[page]

@@ -58,7 +58,6 @@ class _Draft:
     """A plan while it is being made."""
 
     budget: int
-    places: int
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     admissions: list[Admission] = field(default_factory=list[Admission])
     entries: list[PageEntry] = field(default_factory=list[PageEntry])
@@ -81,7 +80,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sequences that hold a row, in order of service."""
         self._queue: list[tuple[tuple[int, int], Sequence]] = []
-        """A heap; ended sequences stay until they come up."""
+        """A heap; ended sequences stay for a while."""
         self._waiting = 0
         self._live: dict[int, Sequence] = {}
         self._rows = list(range(limits.rows))[::-1]
@@ -120,12 +119,13 @@ class Scheduler:
         elif s.queued:
             s.queued = False
             self._waiting -= 1
+            self._sweep()
         if s.pending == 0:
             self._live.pop(s.number, None)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute. Launch it: the scheduler counts on it."""
-        draft = _Draft(budget=self.limits.tokens, places=self.limits.rows)
+        draft = _Draft(budget=self.limits.tokens)
         self._continue_running(draft)
         if self._waiting and draft.budget and self._rows:
             self._admit_waiting(draft)
@@ -188,7 +188,7 @@ class Scheduler:
             short = s.wanted == 1
             decoding -= short
             count = 1 if short else min(s.wanted, draft.budget - decoding)
-            if min(count, draft.budget) < 1 or not draft.places:
+            if min(count, draft.budget) < 1:
                 continue
             if self._make_room(s, s.launched + count):
                 self._add_chunk(draft, s, count)
@@ -223,17 +223,19 @@ class Scheduler:
         promised = {key for s in self.running if (key := self._promise(s))}
         owed = [sum(max(0, self._missing(s, g, s.known)) for s in self.running) for g in range(len(self.pools))]
         aside: list[tuple[tuple[int, int], Sequence]] = []
+        nothing: list[list[int]] = [[] for _ in self.pools]
         for s in self._waiting_in_order():
-            hit = self._hit(s)
+            # Whatever is cached, everyone needs a row, a page and budget: asked first, because a hit costs its length.
+            if not (draft.budget and self._rows and self._fits(1, nothing, owed)) or len(aside) >= 2 * self.limits.rows:
+                break
+            hit = nothing if s.pending else self._hit(s)
             if s.pending or self._awaits(s, hit, promised):
                 aside.append(heapq.heappop(self._queue))
-                if len(aside) >= 2 * self.limits.rows:
-                    break
                 continue
             cached = len(hit[0]) * self.limits.page
             count = min(s.wanted - cached, draft.budget)
             whole = self.limits.chunked or count == s.wanted - cached
-            if not (draft.budget and self._rows and draft.places and whole and self._fits(s, hit, owed)):
+            if not (whole and self._fits(self.pages_for(s.known), hit, owed)):
                 break
             heapq.heappop(self._queue)
             self._admit(draft, s, hit, cached)
@@ -280,16 +282,15 @@ class Scheduler:
         """Per group the cached pages of the longest prefix that all groups still have."""
         if self._skips_cache(s):
             return [[] for _ in self.pools]
-        salt, tokens = s.salt, s.tokens[: self._reusable(s)]
-        found = [pool.match(salt, tokens) for pool in self.pools]
+        found = [pool.match(s.salt, s.tokens, self._reusable(s)) for pool in self.pools]
         length = min(len(pages) for pages in found)
         return [pages[:length] for pages in found]
 
-    def _fits(self, s: Sequence, hit: list[list[int]], owed: list[int]) -> bool:
-        """Room for every known token, beside what running sequences still need and a reserve against thrash."""
+    def _fits(self, needed: int, hit: list[list[int]], owed: list[int]) -> bool:
+        """Room for `needed` pages, beside what running sequences still need and a reserve against thrash."""
         reserve = self._watermark if self.running else 0
         return all(
-            self.pages_for(s.known) - len(pages) + owed[g] + reserve <= pool.free - pool.idle(pages)
+            needed - len(pages) + owed[g] + reserve <= pool.free - pool.idle(pages)
             for g, (pool, pages) in enumerate(zip(self.pools, hit, strict=True))
         )
 
@@ -350,7 +351,6 @@ class Scheduler:
         s.pending += 1
         s.in_flight += emit
         draft.budget -= count
-        draft.places -= 1
         draft.planned.append(s)
 
     # -- after the launch, after the commit ---------------------------------------------------------------------
@@ -362,8 +362,7 @@ class Scheduler:
             at = s.published
             tokens = tuple(s.tokens[at * page : (at + 1) * page])
             for group, pool in enumerate(self.pools):
-                if s.pages[group][at]:
-                    s.parents[group] = pool.publish(s.pages[group][at], s.parents[group], tokens)
+                s.parents[group] = pool.publish(s.pages[group][at], s.parents[group], tokens)
             s.published += 1
 
     def _drop_behind_window(self, s: Sequence) -> None:
@@ -384,6 +383,12 @@ class Scheduler:
             self.finish(s, "stop", token if explicit else None)
         elif len(s.tokens) >= s.limit:
             self.finish(s, "length")
+
+    def _sweep(self) -> None:
+        """Ended sequences leave the queue once they are the most of it, whoever is ahead of them."""
+        if len(self._queue) > 2 * self._waiting + 2 * self.limits.rows:
+            self._queue = [entry for entry in self._queue if entry[1].queued]
+            heapq.heapify(self._queue)
 
     def _enqueue(self, s: Sequence) -> None:
         s.queued = True

@@ -34,7 +34,7 @@ class TextStream:
     """The text of one sequence.
 
     Holds back what might become a stop string: the longest end of the text that is a beginning of one. A stop
-    string counts from the token that reaches `min_tokens` on.
+    string counts if it ends in the token that reaches `min_tokens`, or in a later one.
     """
 
     def __init__(self, stream: TokenStream, stops: Sequence[str], *, include_stop: bool, min_tokens: int) -> None:
@@ -65,9 +65,12 @@ class TextStream:
     def _release(self, text: str) -> Piece:
         if not self._stops:
             return Piece(text)
+        before = len(self._held)
         self._held += text
         if text and self._count >= self._min_tokens:
-            found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+            found = [
+                (at, stop) for stop in self._stops if (at := self._held.find(stop, max(0, before + 1 - len(stop)))) >= 0
+            ]
             if found:
                 at, stop = min(found)
                 out = self._held[: at + len(stop) * self._include_stop]

@@ -105,7 +105,7 @@ class DecoderConfig:
 
 
 def _padded(vocab: int, ways: int) -> int:
-    """Draws are laid out over the padded vocabulary, so it should not change with the ways: seeds keep their answers."""
+    """Draws are laid out over the padded vocabulary, which does not change with the ways: seeds keep their answers."""
     grain = math.lcm(VOCAB_GRAIN, ways)
     return -(-vocab // grain) * grain
 

@@ -34,7 +34,7 @@ class LogLine:
         """The line about the last `seconds`, or None when nothing went on in them or before them."""
         now, totals = self._now, self._totals
         prompt, generated, queries, hits = (new - old for new, old in zip(totals, self._told, strict=True))
-        busy = bool(prompt or generated or (now and now.waiting))
+        busy = bool(prompt or generated or (now and (now.running or now.waiting)))
         if now is None or not (busy or self._was_busy):
             return None
         self._told, self._was_busy = totals, busy

@@ -72,9 +72,7 @@ def engine(launched: Launched, tight: Tight | None = None) -> Engine:
         pages=limits.pages if tight.pages is None else (tight.pages,) * len(limits.pages),
         caching=tight.caching,
     )
-    return Engine(
-        Scheduler(limits), launched.executor, launched.tokenizer, launched.engine.bounds, depth=tight.depth
-    )
+    return Engine(Scheduler(limits), launched.executor, launched.tokenizer, launched.engine.bounds, depth=tight.depth)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:

@@ -177,7 +177,12 @@ def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head}
     rng = np.random.default_rng(0)
     width = config["hidden_size"]
-    sizes = {"q_proj": (8 * head, width), "k_proj": (2 * head, width), "v_proj": (2 * head, width), "o_proj": (width, 8 * head)}
+    sizes = {
+        "q_proj": (8 * head, width),
+        "k_proj": (2 * head, width),
+        "v_proj": (2 * head, width),
+        "o_proj": (width, 8 * head),
+    }
     weights = load_file(source / "model.safetensors")
     for name in list(weights):
         for part, shape in sizes.items():

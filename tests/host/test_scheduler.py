@@ -3,97 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import scheduling
-from jaxserve.engine import Bounds, Engine
-from jaxserve.host.scheduler import Limits, Scheduler
-from jaxserve.types import Request, SamplingParams
-from tests.fake_executor import FakeExecutor, Letters, continuation
-
-BOUNDS = Bounds(
-    max_model_len=200, vocab=64, max_logprobs=5, eos=(3,), priorities=True, seed=0, max_bad_tokens=16, max_banned=256
-)
-
-
-@dataclass
-class World:
-    """An engine over the fake device, and what its requests have said so far."""
-
-    engine: Engine
-    device: FakeExecutor
-    said: dict[str, list[int]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def step(self) -> None:
-        for out in self.engine.step():
-            for choice in out.outputs:
-                name = f"{out.request_id}.{choice.index}"
-                self.said.setdefault(name, []).extend(choice.token_ids)
-                if choice.finish_reason:
-                    assert name not in self.reasons, "ends twice"
-                    self.reasons[name] = choice.finish_reason
-
-    def run(self, most: int = 10_000) -> int:
-        steps = 0
-        while self.engine.busy:
-            self.step()
-            steps += 1
-            assert steps < most, "does not end"
-        return steps
-
-    def add(self, name: str, prompt: list[int], **params: object) -> None:
-        priority = int(params.pop("priority", 0))  # type: ignore[call-overload]
-        salt = params.pop("cache_salt", None)
-        p = SamplingParams(**{"temperature": 0, **params})  # type: ignore[arg-type]
-        request = Request(name, tuple(prompt), p, priority=priority, cache_salt=salt)  # type: ignore[arg-type]
-        self.engine.check(request)
-        self.engine.add(request)
-
-    def check(self) -> None:
-        """free + held = all; every page is held as often as sequences have it; rows likewise."""
-        s = self.engine.scheduler
-        for group, pool in enumerate(s.pools):
-            held = Counter(page for seq in s.running for page in seq.pages[group] if page)
-            assert pool.free + len(held) == pool.total
-            assert {page: pool._references[page] for page in held} == dict(held)
-            assert pool.cached <= pool.total
-        rows = [seq.row for seq in s.running]
-        assert None not in rows and len(set(rows)) == len(rows)
-        assert len(rows) + len(s._rows) == s.limits.rows
-
-
-def world(
-    *,
-    rows: int = 4,
-    tokens: int = 16,
-    page: int = 4,
-    pages: int = 40,
-    depth: int = 2,
-    caching: bool = True,
-    windows: tuple[int | None, ...] = (None,),
-) -> World:
-    limits = Limits(rows, tokens, page, (pages,) * len(windows), windows, caching)
-    device = FakeExecutor(page, windows, budget=tokens, rows=rows)
-    return World(Engine(Scheduler(limits), device, Letters(), BOUNDS, depth=depth), device)
+from tests.fake_executor import continuation
+from tests.worlds import BOUNDS, world
 
 
 def trace(seed: int) -> None:
     """Random requests come, end, are aborted; the device checks each step, the end checks the answers."""
     rng = random.Random(seed)
-    windows = rng.choice([(None,), (None,), (9,), (None, 9)])
+    windows = rng.choice([(None,), (None,), (9,), (1,), (None, 9), (9, None)])
+    chunked = rng.random() < 0.9
     w = world(
         rows=rng.randint(1, 5),
-        tokens=rng.randint(5, 24),
+        tokens=rng.randint(5, 24) if chunked else 50,
         page=rng.choice([2, 4]),
         pages=rng.randint(30, 60),
         depth=rng.randint(1, 3),
         caching=rng.random() < 0.8,
+        chunked=chunked,
         windows=windows,
     )
     stems = [[rng.randrange(64) for _ in range(rng.randint(1, 20))] for _ in range(3)]
@@ -110,7 +42,7 @@ def trace(seed: int) -> None:
             w.check()
         if rng.random() < 0.2:
             gone = str(rng.randint(0, i))
-            w.engine.abort(gone)
+            w.abort(gone)
             aborted.add(gone)
             w.check()
     w.run()
@@ -120,7 +52,8 @@ def trace(seed: int) -> None:
     for name, (prompt, most, ignore) in asked.items():
         want = continuation(prompt, most, frozenset() if ignore else frozenset(BOUNDS.eos))
         got = w.said.get(name, [])
-        if name.split(".")[0] in aborted and w.reasons.get(name) is None:
+        if w.reasons[name] == "abort":
+            assert name.split(".")[0] in aborted
             assert got == want[: len(got)]
         else:
             assert got == want

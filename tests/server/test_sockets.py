@@ -113,7 +113,7 @@ def test_health_answers_while_a_large_prompt_is_read(live, monkeypatch: pytest.M
     encode = engine.tokenizer.encode
 
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
-        time.sleep(1.0)
+        time.sleep(2.0)
         return encode(text, add_special_tokens)
 
     monkeypatch.setattr(engine.tokenizer, "encode", slow)
@@ -126,7 +126,7 @@ def test_health_answers_while_a_large_prompt_is_read(live, monkeypatch: pytest.M
             httpx.get(f"{server.url}/health", timeout=30)
             worst = max(worst, time.monotonic() - began)
         assert asked.result().json()["count"] == 1_000_001
-    assert worst < 0.5
+    assert worst < 1.0
 
 
 def test_many_clients_of_which_a_third_leaves(live) -> None:

@@ -156,5 +156,5 @@ def test_a_local_model_never_imports_the_hub():
 def test_sampling_defaults_may_come_from_another_directory(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     assert source.generation_config(str(tmp_path)) == {"top_k": 7}
-    with pytest.raises(LoadError, match="generation_config.json does not exist"):
+    with pytest.raises(LoadError, match=r"generation_config\.json does not exist"):
         source.generation_config(str(tmp_path / "nowhere"))
