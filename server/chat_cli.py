@@ -44,7 +44,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer, piece by piece; it stays in the conversation as far as it came."""
+        """The answer, piece by piece; it stays in the conversation as far as it came, the question only with it."""
         self.messages.append({"role": "user", "content": text})
         body: dict[str, object] = {"model": self.model, "messages": self.messages, "stream": True, **self.options}
         said: list[str] = []
@@ -55,12 +55,11 @@ class Conversation:
                 if len(said) == LONGEST and "max_tokens" not in self.options:
                     yield " [cut; --max-tokens allows longer answers]"
                     return
-        except ChatError:
-            self.messages.pop()
-            raise
         finally:
-            if said:
+            if any(said):
                 self.messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.messages.pop()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

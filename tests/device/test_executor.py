@@ -8,12 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxserve.launch import Launched
 from jaxserve.types import Request, RequestOutput
 from tests.device.engines import Tight, engine, request, run, start, tokens
-from tests.models.cases import Case
 
 PROMPTS = [[(7 * i + k * k) % 90 + 1 for k in range(n)] for i, n in enumerate([1, 5, 8, 17, 23, 30])]
 TIGHT_PAGES = 9
@@ -163,34 +161,6 @@ def test_nothing_compiles_after_the_launch(llama: Launched) -> None:
 def test_another_shape_raises_instead_of_compiling(llama: Launched) -> None:
     with pytest.raises(TypeError):
         llama.executor._programs.score(llama.executor.leaves, np.zeros((3, 3)), np.zeros(3), np.zeros(3))
-
-
-@pytest.fixture(scope="module")
-def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that eight devices can share: 8 query heads, 2 KV heads (repeated), 101 tokens (padded)."""
-    import json
-
-    source, place = Case("llama3").directory, tmp_path_factory.mktemp("eight") / "eight_heads"
-    place.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    head = 8
-    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head}
-    rng = np.random.default_rng(0)
-    width = config["hidden_size"]
-    sizes = {
-        "q_proj": (8 * head, width),
-        "k_proj": (2 * head, width),
-        "v_proj": (2 * head, width),
-        "o_proj": (width, 8 * head),
-    }
-    weights = load_file(source / "model.safetensors")
-    for name in list(weights):
-        for part, shape in sizes.items():
-            if part in name:
-                weights[name] = rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
-    (place / "config.json").write_text(json.dumps(config))
-    save_file(weights, place / "model.safetensors")
-    return place
 
 
 def test_tensor_parallel_equals_one_device(eight_heads: Path) -> None:

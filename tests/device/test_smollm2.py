@@ -83,9 +83,7 @@ def exact() -> Iterator[Launched]:
 
 def asked(case: int, *, scored: bool = False) -> Request:
     c = CASES[case]
-    params = SamplingParams(
-        temperature=0, max_tokens=len(c.output), logprobs=5, prompt_logprobs=0 if scored else None
-    )
+    params = SamplingParams(temperature=0, max_tokens=len(c.output), logprobs=5, prompt_logprobs=0 if scored else None)
     return Request(str(case), c.prompt, params)
 
 
@@ -152,7 +150,9 @@ def test_deterministic_means_bit_for_bit(exact: Launched) -> None:
 
 
 def test_seeded_tokens_do_not_depend_on_batch_mates(exact: Launched) -> None:
-    mine = Request("mine", CASES[1].prompt, SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, logprobs=1))
+    mine = Request(
+        "mine", CASES[1].prompt, SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, logprobs=1)
+    )
     alone = run(engine(exact), [mine])["mine"]
     others = [
         Request(f"o{i}", CASES[i % len(CASES)].prompt[i:], SamplingParams(temperature=1.0, max_tokens=8 + i))

@@ -1,0 +1,91 @@
+"""What the compiler made of the programs: collectives, memory that changes in place, and nothing compiled later."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.device import programs
+from jaxserve.launch import Launched
+from tests.device.engines import engine, request, run, start
+from tests.device.test_executor import PROMPTS
+
+COLLECTIVES = r"= \S+ (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+
+
+def computations(text: str) -> dict[str, str]:
+    """Bodies of a module's computations, by name."""
+    return {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.S | re.M)}
+
+
+def layer_loop(text: str) -> str:
+    """The loop over layers is the one whose body holds the other loops (attention's)."""
+    parts = computations(text)
+    bodies = {m for part in parts.values() for m in re.findall(r"while\([^\n]*body=%?([\w.\-]+)", part)}
+    outer = [
+        name for name in bodies if " while(" in parts[name] and "dot(" in parts[name] + "".join(called(parts, name))
+    ]
+    entry = [
+        name
+        for name in bodies
+        if any(f"body=%{name}" in p or f"body={name}" in p for k, p in parts.items() if "main" in k)
+    ]
+    (name,) = [n for n in outer if n in entry] or outer
+    return parts[name] + "".join(called(parts, name))
+
+
+def called(parts: dict[str, str], name: str) -> Iterator[str]:
+    """The computations that `name` calls or fuses, however deep."""
+    for other in re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", parts[name]):
+        yield parts[other]
+        yield from called(parts, other)
+
+
+@pytest.mark.parametrize("ways", [2, 4, 8])
+def test_two_all_reduces_a_layer_and_no_other_collective(eight_heads: Path, ways: int) -> None:
+    launched = start(eight_heads, tensor_parallel_size=ways)
+    text = programs._lower_forward(launched.executor.shapes, 64).compile().as_text()
+    assert text is not None
+    assert Counter(re.findall(COLLECTIVES, layer_loop(text))) == {"all-reduce": 2}
+    launched.engine.close()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Launched]:
+    launched = start("llama3")
+    yield launched
+    launched.engine.close()
+
+
+def test_rows_and_pool_change_in_place(llama: Launched) -> None:
+    """Everything donated is aliased, and no temporary is as large as the pool."""
+    shapes = llama.executor.shapes
+    pool = programs.nbytes(shapes.kv)
+    for lowered in (programs._lower_forward(shapes, 64), programs._lower_sample(shapes, 4, True)):
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes - 4096
+    assert programs._lower_forward(shapes, 64).compile().memory_analysis().alias_size_in_bytes > pool
+
+
+def test_a_recompile_is_counted_and_may_be_an_error() -> None:
+    launched = start("llama3", on_recompile="error")
+    run(engine(launched), [request("a", PROMPTS[2])])
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(17)).block_until_ready()
+    launched.engine.add(request("b", PROMPTS[2]))
+    with pytest.raises(RuntimeError, match="compiled a program after warm-up"):
+        launched.engine.step()
+    launched.engine.close()
+
+
+def test_closing_frees_the_device_memory() -> None:
+    launched = start("llama3")
+    held = [*launched.executor.leaves, *jax.tree.leaves(launched.model)]
+    assert {id(a) for a in launched.executor.leaves} == {id(a) for a in jax.tree.leaves(launched.model)}
+    launched.engine.close()
+    assert all(array.is_deleted() for array in held)
