@@ -1,6 +1,6 @@
 """What `--deterministic` costs: output tokens a second with it and without, in turns, on the same prompts.
 
-    python benchmarks/deterministic.py [--dtype float32] [--concurrency 1 8 32] [--repeat 3]
+python benchmarks/deterministic.py [--dtype float32] [--concurrency 1 8 32] [--repeat 3]
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Seen:
 async def measure(url: str, case: Case, seed: int = 0) -> Seen:
     rng = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-        prefill = min([await _seconds(http, _prompt(rng, case.prompt)) for _ in range(2)])
-        shorter = min([await _seconds(http, _prompt(rng, case.prompt - case.chunk)) for _ in range(2)])
+        prefill = await _seconds(http, _prompt(rng, case.prompt))
+        shorter = await _seconds(http, _prompt(rng, case.prompt - case.chunk))
         streams = [_Stream(http, _prompt(rng, 16)) for _ in range(case.streams)]
         tasks = [asyncio.create_task(stream.run()) for stream in streams]
         while not all(len(stream.arrivals) > 1 for stream in streams):

@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):
 
 HINT = "Ctrl-C stops an answer, /new starts afresh, Ctrl-D leaves"
 CONNECT_SECONDS = 10.0
-TEMPERATURE = 0.7
+TEMPERATURE = 0.3
 LONGEST = 1024
 """Pieces of an answer that are read where no --max-tokens is given: small models may never come to an end."""
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from jaxserve.engine import Bounds, Engine
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.types import Observer, Request, RequestOutput, SamplingParams
@@ -76,7 +78,21 @@ class World:
         assert s.running == sorted(s.running, key=lambda seq: seq.key)
         assert s.waiting == sum(seq.queued for seq in s._live.values())
         assert s.idle == (not s._live)
-        assert 0 <= s.unused_share() < 1
+        assert s.unused_share() == pytest.approx(self._unused())
+
+    def _unused(self) -> float:
+        """Slot by slot: of the pages that are held, the share that holds no token."""
+        s = self.engine.scheduler
+        size = s.limits.page
+        slots = {
+            (group, page, i): at * size + i < seq.launched
+            for seq in s.running
+            for group, pages in enumerate(seq.pages)
+            for at, page in enumerate(pages)
+            if page
+            for i in range(size)
+        }
+        return 1 - sum(slots.values()) / len(slots) if slots else 0.0
 
     def _note(self, out: RequestOutput) -> None:
         self.outputs.append(out)

@@ -26,17 +26,15 @@ class Flight:
 
     emitting: int
     scored: bool
-    sampled: Sampled | None
+    sampled: Sampled
+    """Of the spare row where nothing is emitted: it says when the step is over."""
     prompt: list[tuple[int, int, Sampled]]
     """Place of the chunk in the plan, how many targets, their scores."""
 
     def read(self) -> StepResult:
         """Waits for the step."""
-        tokens, scores = np.zeros(0, np.int32), None
-        if self.sampled is not None:
-            tokens = np.asarray(self.sampled.tokens)
-            if self.scored:
-                scores = _scores(self.sampled, self.emitting)
+        tokens = np.asarray(self.sampled.tokens)[: self.emitting]
+        scores = _scores(self.sampled, self.emitting) if self.scored else None
         pieces: dict[int, list[Scores]] = {}
         for at, count, piece in self.prompt:
             pieces.setdefault(at, []).append(_scores(piece, count))
@@ -149,10 +147,9 @@ class Executor:
             first += chunk.count
         return found
 
-    def _sample(self, chunks: Sequence[Chunk]) -> tuple[Sampled | None, bool]:
-        if not chunks:
-            return None, False
-        rows = [c.row for c in chunks]
+    def _sample(self, chunks: Sequence[Chunk]) -> tuple[Sampled, bool]:
+        """Samples the spare row where there is no other: else a long prompt's chunks would all be launched at once."""
+        rows = [c.row for c in chunks] or [self._spare]
         size = next(r for r in self.shapes.buckets.rows if r >= len(rows))
         wants = self._wants[rows].max(0)
         packed = np.full(size + len(WANTS), self._spare, np.int32)

@@ -160,13 +160,15 @@ def _first_visible(at: Int[Array, "..."], window: Window) -> Int[Array, "..."]:
 def _read(
     kv: Float[Array, "pages page 2 K H"], pages: Int[Array, "S per"], valid: Bool[Array, "S C"]
 ) -> tuple[Float[Array, "S C K H"], Float[Array, "S C K H"]]:
-    """Keys and values of one tile a sequence, in float32. What is not the sequence's own reads as zero.
+    """Keys and values of one tile a sequence, in float32; values that are not the sequence's own read as zero.
 
-    Behind its end lies whatever the page's last owner left; a NaN there would survive a weight of zero.
+    Behind its end lies whatever the page's last owner left; a NaN there would survive a weight of zero. Scores of
+    such keys are replaced by the caller. Pages are gathered as whole rows, which is twice as fast on a CPU.
     """
-    tile = kv[pages].reshape(pages.shape[0], TILE, *kv.shape[2:])
-    tile = jnp.where(valid[:, :, None, None, None], tile, 0).astype(jnp.float32)
-    return tile[:, :, 0], tile[:, :, 1]
+    rows = kv.reshape(kv.shape[0], -1).at[pages].get(mode="promise_in_bounds")
+    tile = rows.reshape(pages.shape[0], TILE, *kv.shape[2:])
+    values = jnp.where(valid[:, :, None, None], tile[:, :, 1], 0)
+    return tile[:, :, 0].astype(jnp.float32), values.astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass

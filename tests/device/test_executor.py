@@ -151,7 +151,7 @@ def test_nothing_compiles_after_the_launch(llama: Launched) -> None:
     e = engine(llama)
     requests = [
         *ask(),
-        *[r for r in [request("a", PROMPTS[2], temperature=1.0, top_p=0.5, logprobs=2, prompt_logprobs=1, n=2)]],
+        request("a", PROMPTS[2], temperature=1.0, top_p=0.5, logprobs=2, prompt_logprobs=1, n=2),
         request("b", PROMPTS[4], min_tokens=3, logit_bias={4: 1.0}, frequency_penalty=1.0, allowed_token_ids=[3, 4, 5]),
     ]
     run(e, requests)
@@ -187,3 +187,17 @@ def test_windows_and_two_cache_groups(name: str) -> None:
         assert tokens(run(e, ask())) == want
     assert tokens(run(engine(launched, Tight(tokens=5, depth=3)), ask())) == want
     launched.engine.close()
+
+
+def test_reading_a_step_that_samples_nothing_waits_for_its_end(llama: Launched) -> None:
+    """Or a long prompt's chunks would all be launched at once, and whoever comes next would wait for all of them."""
+    plans = engine(llama, Tight(tokens=8))
+    plans.add(request("long", PROMPTS[-1], max_tokens=1))
+    plan = plans.scheduler.plan()
+    assert plan is not None
+    assert plan.emitting == 0
+    flight = llama.executor.launch(plan)
+    result = flight.read()
+    assert len(result.tokens) == 0
+    assert flight.sampled.tokens.is_ready()
+    assert all(leaf.is_ready() for leaf in jax.tree.leaves((llama.executor._kv, llama.executor._work)))

@@ -100,30 +100,28 @@ def test_a_head_that_finds_its_text_cached_is_not_looked_up_while_there_is_no_pa
 
     def cost(length: int) -> int:
         m = Machine(rows=4, pages=130)
-        m.add([7] * length, most=1)
-        m.run()
-        m.add([1] * 1900)
-        while m.scheduler.pools[0].free > 3:
+        m.add([7] * length)
+        m.add([1] * (2000 - length))
+        while m.scheduler.pools[0].free > 1:
             m.step()
         m.add([7] * length)
         m.step()
-        assert m.scheduler.waiting == 1
+        assert len(m.scheduler.running) == 2 and m.scheduler.waiting == 1
         return calls(m.step)
 
-    assert abs(cost(1500) - cost(100)) <= 8
+    assert cost(1600) == cost(160)
 
 
 def test_those_who_step_aside_are_bounded_by_the_rows() -> None:
-    """A long prompt is being computed, and all who wait begin with it."""
+    """The end of a prompt is being computed, and all who wait begin with it."""
 
     def cost(waiting: int) -> int:
-        m = Machine(rows=8, tokens=32)
+        m = Machine(rows=8, tokens=64)
         for _ in range(waiting):
-            m.add([5] * 4000, most=2)
-        for _ in range(4):
-            m.step()
-        assert len(m.scheduler.running) == 1
-        return calls(m.step)
+            m.add([5] * 40)
+        found = calls(m.step)
+        assert len(m.scheduler.running) == 1 and m.scheduler.waiting == waiting - 1
+        return found
 
     few, many = cost(100), cost(10_000)
     assert many <= few + 16 * 2 * 10, "a heap of ten thousand is a few levels deeper"

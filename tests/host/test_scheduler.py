@@ -184,12 +184,14 @@ def test_replaying_the_events_gives_the_same_plans() -> None:
 
 
 def test_a_long_prompt_leaves_running_sequences_their_token() -> None:
+    """Even one that comes before them in the order of service."""
     w = world(rows=4, tokens=8, page=4, pages=80, depth=1)
+    w.add("a", [1], max_tokens=30, ignore_eos=True, priority=1)
+    w.step()
     w.add("long", list(range(60)), max_tokens=2, ignore_eos=True)
-    w.add("a", [1], max_tokens=30, ignore_eos=True)
     w.run()
-    for plan in w.device.steps[8:]:
-        assert any(c.emit for c in plan.chunks)
+    chunks = [{c.sequence: c.count for c in plan.chunks} for plan in w.device.steps]
+    assert chunks[1:10] == [{0: 1, 1: 7}] * 8 + [{0: 1, 1: 4}]
 
 
 def test_windows_hold_no_more_pages_than_they_look_at() -> None:

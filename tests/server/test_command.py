@@ -57,13 +57,17 @@ def run(code: str, *words: str, cwd: Path | None = None, stdin: str = "") -> sub
     )  # fmt: skip
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Process:
     """A server process over the fake engine."""
 
     def __init__(self, seconds: float, kind: str, patience: float) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = [str(self.port), str(seconds), kind, str(patience)]
         self.began = time.monotonic()

@@ -1,0 +1,105 @@
+"""Paged attention against the textbook sum over each sequence, for every way a token can come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.layers import attention
+from jaxserve.layers.attention import TILE, Batch
+
+PAGE, KV_HEADS, GROUP, HEAD, PAGES = 16, 2, 3, 8, 64
+RNG = np.random.default_rng(0)
+
+
+def batch(lengths: Sequence[int], counts: Sequence[int], tokens: int, rows: int) -> Batch:
+    """Sequences of these lengths, of which the last `counts` tokens are in the step; pages in scattered order."""
+    order = RNG.permutation(np.arange(1, PAGES))
+    table = np.zeros((rows, 2 * TILE // PAGE), np.int32)
+    slots = np.full(tokens, np.iinfo(np.int32).max, np.int32)
+    starts, given, used, at = np.zeros(rows, np.int32), np.zeros(rows, np.int32), 0, 0
+    ends = np.zeros(rows, np.int32)
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        need = -(-length // PAGE)
+        table[s, :need] = order[used : used + need]
+        used += need
+        starts[s], given[s], ends[s] = at, count, length
+        for i, position in enumerate(range(length - count, length)):
+            slots[at + i] = table[s, position // PAGE] * PAGE + position % PAGE
+        at += count
+    starts[len(lengths) :] = at
+    return Batch(*(jnp.asarray(x) for x in (starts, given, ends, table, slots)))
+
+
+def textbook(q: np.ndarray, kv: np.ndarray, b: Batch, window: int | None) -> np.ndarray:
+    """f64[T, N, H]"""
+    out = np.zeros(q.shape)
+    for s in range(len(b.counts)):
+        length, count, start = int(b.lengths[s]), int(b.counts[s]), int(b.starts[s])
+        pages = np.asarray(b.table)[s, : -(-length // PAGE)] if count else []
+        if not count:
+            continue
+        mine = kv[pages].reshape(-1, 2, KV_HEADS, HEAD)[:length].astype(np.float64)
+        for i in range(count):
+            at = length - count + i
+            low = 0 if window is None else max(0, at - window + 1)
+            for n in range(q.shape[1]):
+                keys, values = mine[low : at + 1, 0, n // GROUP], mine[low : at + 1, 1, n // GROUP]
+                scores = keys @ q[start + i, n].astype(np.float64) * HEAD**-0.5
+                p = np.exp(scores - scores.max())
+                out[start + i, n] = p @ values / p.sum()
+    return out
+
+
+STEPS = {
+    "one token": ([1], [1]),
+    "page - 1, page, page + 1": ([PAGE - 1, PAGE, PAGE + 1], [1, 1, 1]),
+    "tile - 1, tile, tile + 1": ([TILE - 1, TILE, TILE + 1], [1, 1, 1]),
+    "a prompt": ([70], [70]),
+    "a chunk": ([200], [33]),
+    "mixed": ([150, 40, 9, 129], [1, 40, 3, 1]),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 140])
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> None:
+    lengths, counts = STEPS[step]
+    tokens, rows = 80, 6
+    b = batch(lengths, counts, tokens, rows)
+    kv = RNG.normal(size=(2 * PAGES, PAGE, 2, KV_HEADS, HEAD)).astype(np.float32)
+    q = RNG.normal(size=(tokens, KV_HEADS * GROUP, HEAD)).astype(np.float32)
+    first = PAGES
+    run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
+    got = run(q, kv, b, jnp.int32(first), window=window, scale=HEAD**-0.5, uniform=uniform)
+    np.testing.assert_allclose(got, textbook(q, kv[first:], b, window), atol=1e-5)
+
+
+def test_what_others_left_behind_the_end_does_not_matter() -> None:
+    """Not even NaN: pages are reused as they are."""
+    b = batch([PAGE + 3, 5], [1, 5], 8, 4)
+    kv = RNG.normal(size=(PAGES, PAGE, 2, KV_HEADS, HEAD)).astype(np.float32)
+    q = RNG.normal(size=(8, KV_HEADS * GROUP, HEAD)).astype(np.float32)
+    dirty = kv.copy()
+    dirty[np.asarray(b.table)[0, 1], 3:] = np.nan
+    dirty[np.asarray(b.table)[1, 0], 5:] = np.nan
+    dirty[0] = np.nan
+    clean = attention.paged_attention(q, kv, b, jnp.int32(0), window=None, scale=1.0)
+    np.testing.assert_array_equal(clean, attention.paged_attention(q, dirty, b, jnp.int32(0), window=None, scale=1.0))
+
+
+def test_append_writes_the_tokens_slots_and_nothing_else() -> None:
+    b = batch([PAGE + 2], [4], 6, 2)
+    kv = jnp.zeros((PAGES, PAGE, 2, KV_HEADS, HEAD))
+    k, v = (RNG.normal(size=(6, KV_HEADS, HEAD)).astype(np.float32) for _ in range(2))
+    flat = np.asarray(attention.append(kv, k, v, b.slots)).reshape(-1, 2, KV_HEADS, HEAD)
+    slots = np.asarray(b.slots)[:4]
+    np.testing.assert_array_equal(flat[slots, 0], k[:4])
+    np.testing.assert_array_equal(flat[slots, 1], v[:4])
+    assert np.count_nonzero(np.delete(flat, slots, 0)) == 0
