@@ -173,11 +173,13 @@ async def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--answer", type=int, default=96, help="tokens of the longest answer")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
+    crowd = Crowd(flags.clients, flags.rounds, answer=flags.answer, seed=flags.seed)
     rounds: list[Round] = []
     try:
-        async for one in soak(flags.url, Crowd(flags.clients, flags.rounds, seed=flags.seed)):
+        async for one in soak(flags.url, crowd):
             rounds.append(one)
             print(*words(len(rounds), one), flush=True)
     except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
