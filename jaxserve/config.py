@@ -75,6 +75,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
         put("served_model_name", _names(self.served_model_name))
+        if self.seed is not None and not _is_whole(self.seed):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         put("token_buckets", _sizes("token_buckets", self.token_buckets))
         put("max_model_len", _length("max_model_len", self.max_model_len))
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
@@ -267,7 +269,8 @@ def _size(name: str, value: object) -> int | None:
 
 
 def _sizes(name: str, values: Iterable[object]) -> tuple[int, ...]:
-    found = tuple(sorted({_size(name, v) or 0 for v in values if v is not None}))
+    listed = values if isinstance(values, list | tuple) else [values]
+    found = tuple(sorted({_size(name, v) or 0 for v in listed if v is not None}))
     if any(size < 1 for size in found):
         raise ValueError(f"{name} must be integers of at least 1, got {values!r}")
     return found

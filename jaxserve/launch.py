@@ -105,7 +105,7 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
     )
     executor.rehearse(largest=model.on_gpu)
     _watch_compiles(config, engine, observers)
-    log.info("%s is ready after %.1f s", config.model, time.monotonic() - began)
+    log.debug("%s is ready after %.1f s", config.model, time.monotonic() - began)
     return Launched(
         engine=engine,
         executor=executor,

@@ -63,7 +63,7 @@ def trace(seed: int) -> None:
             assert w.reasons[name] == ("stop" if got[-1] in BOUNDS.eos and not ignore else "length")
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_random_traces(seed: int) -> None:
     trace(seed)
