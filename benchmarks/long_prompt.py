@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Inter-token latency of running streams while a long prompt enters.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of the long prompt")
-    parser.add_argument("--chunk", type=int, default=2048, help="the server's --max-num-batched-tokens")
+    parser.add_argument("--chunk", type=int, default=512, help="the server's --max-num-batched-tokens")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3, help="how many long prompts come")
     flags = parser.parse_args()

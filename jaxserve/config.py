@@ -51,7 +51,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _option(None, "size of the KV pool, instead of gpu_memory_utilization")
     block_size: int = _option(16, "tokens in a page of KV")
     max_num_seqs: int | None = _option(None, "sequences in a step; default 64 on a CPU, 256 on a GPU")
-    max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 2048 on a CPU, 8192 on a GPU")
+    max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 512 on a CPU, 8192 on a GPU")
     token_buckets: tuple[int, ...] = _option(
         (), "step sizes that are compiled, fewer start faster; default: powers of two up to max_num_batched_tokens"
     )

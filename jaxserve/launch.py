@@ -207,7 +207,7 @@ def _options(mesh: Mesh) -> dict[str, str | bool] | None:
 def _resolve(config: EngineConfig, model: _Model) -> EngineConfig:
     """Fills in what depends on the machine and the model."""
     rows = config.max_num_seqs or (256 if model.on_gpu else 64)
-    tokens = config.max_num_batched_tokens or (8192 if model.on_gpu else 2048)
+    tokens = config.max_num_batched_tokens or (8192 if model.on_gpu else 512)
     tokens = config.token_buckets[-1] if config.token_buckets else max(tokens, rows)
     own = model.config.max_position
     length = own if config.max_model_len in (None, "auto") else config.max_model_len

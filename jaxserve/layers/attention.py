@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 TILE = 128
 """Tokens of keys in a tile; a multiple of every page size."""
-QUERIES = 64
-"""Query tokens of one sequence that are computed together while a prompt enters."""
+QUERIES = (256, 64)
+"""Query tokens of one sequence that are computed together while a prompt enters: wide tiles first, then the rest."""
 
 Window = int | Int[Array, ""] | None
 
@@ -72,8 +72,16 @@ def paged_attention(
     kv_heads = kv.shape[3]
     q = q.reshape(tokens, kv_heads, heads // kv_heads, size)
     table = batch.table + first
-    long = (batch.counts > 0) if uniform else (batch.counts > 1)
-    out = _many_queries(q, kv, batch, table, jnp.where(long, batch.counts, 0), window, scale)
+    left = jnp.where((batch.counts > 0) if uniform else (batch.counts > 1), batch.counts, 0)
+    done = jnp.zeros_like(left)
+    widths = [w for w in QUERIES[uniform:] if w < tokens] or [tokens]
+    padded = jnp.pad(q, ((0, widths[0]), (0, 0), (0, 0), (0, 0)))
+    out = jnp.zeros_like(padded)
+    for width in widths:
+        some = left if width == widths[-1] else left // width * width
+        out = _many_queries(out, padded, kv, batch, table, done, some, width, window, scale)
+        done, left = done + some, left - some
+    out = out[:tokens]
     if not uniform:
         one = _one_query(q, kv, batch, table, window, scale)
         at = jnp.where(batch.counts == 1, batch.starts, tokens)
@@ -109,29 +117,33 @@ def _one_query(
 
 
 def _many_queries(
-    q: Float[Array, "T K G H"],
+    out: Float[Array, "Tq K G H"],
+    q: Float[Array, "Tq K G H"],
     kv: Float[Array, "pages page 2 K H"],
     batch: Batch,
     table: Int[Array, "S P"],
+    skipped: Int[Array, " S"],
     counts: Int[Array, " S"],
+    width: int,
     window: Window,
     scale: float,
-) -> Float[Array, "T K G H"]:
-    """The chunks of `counts` tokens, cut into query tiles of one sequence each."""
-    width = min(QUERIES, q.shape[0])
+) -> Float[Array, "Tq K G H"]:
+    """`counts` tokens of each chunk, behind the first `skipped`, in query tiles of one sequence each, put into `out`.
+
+    `q` and `out` have `width` rows more than tokens, so that every tile is whole.
+    """
     tiles = -(-counts // width)
     ends = jnp.cumsum(tiles)
     per = TILE // kv.shape[1]
-    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0), (0, 0)))
 
     def one(n: Int[Array, ""], out: Float[Array, "Tq K G H"]) -> Float[Array, "Tq K G H"]:
         s = jnp.searchsorted(ends, n, side="right", method="compare_all")
         offset = (n - ends[s] + tiles[s]) * width
-        start = batch.starts[s] + offset
+        start = batch.starts[s] + skipped[s] + offset
         count = jnp.minimum(counts[s] - offset, width)
-        at = batch.lengths[s] - counts[s] + offset + jnp.arange(width)
+        at = batch.lengths[s] - batch.counts[s] + skipped[s] + offset + jnp.arange(width)
         low = _first_visible(at, window)
-        queries = lax.dynamic_slice_in_dim(padded, start, width, 0).astype(jnp.float32) * scale
+        queries = lax.dynamic_slice_in_dim(q, start, width, 0).astype(jnp.float32) * scale
         queries = queries.transpose(1, 2, 0, 3)
 
         def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
@@ -149,8 +161,7 @@ def _many_queries(
         mine = (jnp.arange(width) < count)[:, None, None, None]
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, new, old), start, 0)
 
-    out = lax.fori_loop(0, ends[-1], one, jnp.zeros_like(padded))
-    return out[: q.shape[0]]
+    return lax.fori_loop(0, ends[-1], one, out)
 
 
 def _first_visible(at: Int[Array, "..."], window: Window) -> Int[Array, "..."]:

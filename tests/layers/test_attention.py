@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 def batch(lengths: Sequence[int], counts: Sequence[int], tokens: int, rows: int) -> Batch:
     """Sequences of these lengths, of which the last `counts` tokens are in the step; pages in scattered order."""
     order = RNG.permutation(np.arange(1, PAGES))
-    table = np.zeros((rows, 2 * TILE // PAGE), np.int32)
+    table = np.zeros((rows, 4 * TILE // PAGE), np.int32)
     slots = np.full(tokens, np.iinfo(np.int32).max, np.int32)
     starts, given, used, at = np.zeros(rows, np.int32), np.zeros(rows, np.int32), 0, 0
     ends = np.zeros(rows, np.int32)
@@ -63,6 +63,7 @@ STEPS = {
     "a chunk": ([200], [33]),
     "mixed": ([150, 40, 9, 129], [1, 40, 3, 1]),
     "nothing": ([], []),
+    "wide tiles and a rest": ([300, 400, 2], [300, 80, 2]),
 }
 
 
@@ -71,7 +72,8 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> None:
     lengths, counts = STEPS[step]
-    tokens, rows = 80, 6
+    rows = 6
+    tokens = 80 if sum(counts) <= 80 else 400
     b = batch(lengths, counts, tokens, rows)
     kv = RNG.normal(size=(2 * PAGES, PAGE, 2, KV_HEADS, HEAD)).astype(np.float32)
     q = RNG.normal(size=(tokens, KV_HEADS * GROUP, HEAD)).astype(np.float32)
