@@ -261,7 +261,7 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
     )
     kv = tuple(
         jax.ShapeDtypeStruct(
-            (g.layers * pages, page, 2, g.kv_heads, g.head_dim), model.dtype, sharding=meshes.split_heads(model.mesh)
+            (g.layers * pages, 2, g.kv_heads, page, g.head_dim), model.dtype, sharding=meshes.split_heads(model.mesh)
         )
         for g in model.groups
     )

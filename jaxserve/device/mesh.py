@@ -30,8 +30,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def split_heads(mesh: Mesh) -> NamedSharding:
-    """Of a KV pool [pages, page, 2, K, H]."""
-    return NamedSharding(mesh, P(None, None, None, AXIS))
+    """Of a KV pool [pages, 2, K, page, H]."""
+    return NamedSharding(mesh, P(None, None, AXIS))
 
 
 def split_columns(mesh: Mesh) -> NamedSharding:

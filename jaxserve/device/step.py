@@ -24,7 +24,7 @@ from jaxserve.sampling.params import RowText, Wants
 
 AXIS = "tensor"
 
-KV = tuple[Float[Array, "layers*pages page 2 K H"], ...]
+KV = tuple[Float[Array, "layers*pages 2 K page H"], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -168,13 +168,13 @@ class _Attend:
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
-        cache: Float[Array, "pages page 2 K H"],
+        cache: Float[Array, "pages 2 K page H"],
         layer: Int[Array, ""],
         group: int,
         *,
         window: int | Int[Array, ""] | None,
         scale: float,
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "pages page 2 K H"]]:
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "pages 2 K page H"]]:
         shape = self._shape
         first = layer * shape.pages[group]
         window = None if window is None else jnp.asarray(window, jnp.int32)
@@ -187,7 +187,7 @@ class _Attend:
             return out, cache
 
         if shape.mesh.size > 1:
-            heads, pool = P(None, AXIS), P(None, None, None, AXIS)
+            heads, pool = P(None, AXIS), P(None, None, AXIS)
             local = jax.shard_map(
                 local,
                 mesh=shape.mesh,

@@ -43,7 +43,7 @@ def textbook(q: np.ndarray, kv: np.ndarray, b: Batch, window: int | None) -> np.
         pages = np.asarray(b.table)[s, : -(-length // PAGE)] if count else []
         if not count:
             continue
-        mine = kv[pages].reshape(-1, 2, KV_HEADS, HEAD)[:length].astype(np.float64)
+        mine = kv[pages].transpose(0, 3, 1, 2, 4).reshape(-1, 2, KV_HEADS, HEAD)[:length].astype(np.float64)
         for i in range(count):
             at = length - count + i
             low = 0 if window is None else max(0, at - window + 1)
@@ -75,7 +75,7 @@ def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> No
     rows = 6
     tokens = 80 if sum(counts) <= 80 else 400
     b = batch(lengths, counts, tokens, rows)
-    kv = RNG.normal(size=(2 * PAGES, PAGE, 2, KV_HEADS, HEAD)).astype(np.float32)
+    kv = RNG.normal(size=(2 * PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(np.float32)
     q = RNG.normal(size=(tokens, KV_HEADS * GROUP, HEAD)).astype(np.float32)
     first = PAGES
     run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
@@ -86,11 +86,11 @@ def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> No
 def test_what_others_left_behind_the_end_does_not_matter() -> None:
     """Not even NaN: pages are reused as they are."""
     b = batch([PAGE + 3, 5], [1, 5], 8, 4)
-    kv = RNG.normal(size=(PAGES, PAGE, 2, KV_HEADS, HEAD)).astype(np.float32)
+    kv = RNG.normal(size=(PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(np.float32)
     q = RNG.normal(size=(8, KV_HEADS * GROUP, HEAD)).astype(np.float32)
     dirty = kv.copy()
-    dirty[np.asarray(b.table)[0, 1], 3:] = np.nan
-    dirty[np.asarray(b.table)[1, 0], 5:] = np.nan
+    dirty[np.asarray(b.table)[0, 1], :, :, 3:] = np.nan
+    dirty[np.asarray(b.table)[1, 0], :, :, 5:] = np.nan
     dirty[0] = np.nan
     run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
     clean, other = (run(q, pool, b, jnp.int32(0), window=None, scale=1.0) for pool in (kv, dirty))
@@ -99,9 +99,9 @@ def test_what_others_left_behind_the_end_does_not_matter() -> None:
 
 def test_append_writes_the_tokens_slots_and_nothing_else() -> None:
     b = batch([PAGE + 2], [4], 6, 2)
-    kv = jnp.zeros((PAGES, PAGE, 2, KV_HEADS, HEAD))
+    kv = jnp.zeros((PAGES, 2, KV_HEADS, PAGE, HEAD))
     k, v = (RNG.normal(size=(6, KV_HEADS, HEAD)).astype(np.float32) for _ in range(2))
-    flat = np.asarray(attention.append(kv, k, v, b.slots)).reshape(-1, 2, KV_HEADS, HEAD)
+    flat = np.asarray(attention.append(kv, k, v, b.slots)).transpose(0, 3, 1, 2, 4).reshape(-1, 2, KV_HEADS, HEAD)
     slots = np.asarray(b.slots)[:4]
     np.testing.assert_array_equal(flat[slots, 0], k[:4])
     np.testing.assert_array_equal(flat[slots, 1], v[:4])
