@@ -1,6 +1,6 @@
 # Each target does all its own set-up. Settings: make serve PORT=9000 MODEL=Qwen/Qwen2.5-1.5B-Instruct ARGS="--dtype float32"
 VENV ?= .venv
-PORT ?= 8000
+PORT ?=
 MODEL ?=
 ARGS ?=
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ install:  ## create .venv with the jaxserve command and the demo model in it
 	@scripts/install $(VENV)
 
 serve: install  ## serve MODEL (unset: the demo model) on PORT, with any other flags in ARGS
-	$(BIN)/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
+	$(BIN)/jaxserve serve $(MODEL) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: install  ## run the tests, or those that ARGS names
 	$(BIN)/pytest $(ARGS)

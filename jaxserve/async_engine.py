@@ -6,6 +6,7 @@ Owns the thread, the inbox (add, abort) and one mailbox a request. A slow reader
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -244,5 +245,6 @@ class AsyncEngine:
 
     def _in_loop(self, action: Callable[[], object]) -> None:
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(action)
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers with it
+                loop.call_soon_threadsafe(action)

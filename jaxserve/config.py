@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -21,7 +22,6 @@ import yaml
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Policy = Literal["fcfs", "priority"]
 OnRecompile = Literal["warn", "error"]
-LogprobsMode = Literal["raw_logprobs"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
 
@@ -74,7 +74,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("served_model_name", _names(self.served_model_name))
+        put("served_model_name", _names("served_model_name", self.served_model_name))
         if self.seed is not None and not _is_whole(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         put("token_buckets", _sizes("token_buckets", self.token_buckets))
@@ -111,11 +111,11 @@ class ServerConfig:
     disable_log_stats: bool = _option(False, "no line of statistics every ten seconds")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "api_key", _names(self.api_key))
+        object.__setattr__(self, "api_key", _names("api_key", self.api_key))
         _check_types(self)
         if not _is_whole(self.port) or not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in 0..65535, got {self.port!r}")
-        if self.shutdown_timeout < 0:
+        if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout must be 0 or more seconds, got {self.shutdown_timeout}")
         _one_of("uvicorn_log_level", self.uvicorn_log_level, ("critical", "error", "warning", "info", "debug"))
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
@@ -234,10 +234,12 @@ def _check_types(config: EngineConfig | ServerConfig) -> None:
         raise ValueError(f"{option.name} must be {wanted}, got {value!r}")
 
 
-def _names(value: str | Iterable[object] | None) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(str(v) for v in value or ())
+def _names(name: str, value: object) -> tuple[str, ...]:
+    listed = list(cast(Iterable[object], value)) if isinstance(value, list | tuple) else [value]
+    found = [v for v in listed if v is not None]
+    if not all(isinstance(v, str) for v in found):
+        raise ValueError(f"{name} must be a string or a list of strings (quote numbers in YAML), got {value!r}")
+    return tuple(cast(list[str], found))
 
 
 _UNITS = {

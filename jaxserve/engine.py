@@ -19,7 +19,7 @@ from jaxserve.host.answers import Answer, Vocabulary
 from jaxserve.host.scheduler import Event, Scheduler
 from jaxserve.host.sequence import Sequence
 from jaxserve.plan import StepPlan, StepResult
-from jaxserve.types import FinishReason, InvalidRequest, Observer, Request, RequestOutput, StepStats
+from jaxserve.types import EngineDead, FinishReason, InvalidRequest, Observer, Request, RequestOutput, StepStats
 
 
 class Flight(Protocol):
@@ -91,6 +91,7 @@ class Engine:
         self._seeds = itertools.count(bounds.seed) if bounds.seed is not None else None
         self._seen = (0, 0, 0, 0, 0)
         self._failure: BaseException | None = None
+        self._at_close: list[Callable[[], None]] = []
         self.closed = False
 
     @property
@@ -108,6 +109,8 @@ class Engine:
 
     def add(self, request: Request, banned: tuple[tuple[int, ...], ...] = ()) -> None:
         """Takes a checked request in. `banned`: its bad words as token sequences."""
+        if self._failure is not None:
+            raise self._failure
         if request.id in self._answers:
             raise InvalidRequest(f"request_id {request.id!r} is in use by a running request", "request_id")
         p, b = request.params, self.bounds
@@ -151,12 +154,13 @@ class Engine:
             raise self._failure
         plan = self.scheduler.plan()
         if plan is not None:
-            self._flying.append((plan, self._executor.launch(plan)))
+            self._flying.append((plan, self._launch(plan)))
             self._note_admissions(plan)
         if not self._flying or (plan is not None and len(self._flying) < self._depth):
             return []
-        plan, flight = self._flying.popleft()
+        plan, flight = self._flying[0]
         result = flight.read()
+        self._flying.popleft()
         now = time.monotonic()
         self._read_prompt_scores(plan, result)
         touched, first, gaps = self._read_tokens(self.scheduler.commit(plan, result), result, now)
@@ -173,13 +177,28 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        self._failure = EngineDead("the engine is closed")
+        for action in self._at_close:
+            action()
         self._flying.clear()
         self._answers.clear()
         self._executor.close()
 
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Runs `action` when the engine is closed."""
+        self._at_close.append(action)
+
     def fail(self, error: BaseException) -> None:
         """The next step raises this. Safe from any thread."""
         self._failure = error
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        """The scheduler counts on a plan that it made: one that cannot be launched is the end of the engine."""
+        try:
+            return self._executor.launch(plan)
+        except BaseException as e:
+            self.fail(e)
+            raise
 
     def _note_admissions(self, plan: StepPlan) -> None:
         for admission in plan.admissions:

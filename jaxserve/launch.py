@@ -35,7 +35,7 @@ from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.layers.attention import TILE
 from jaxserve.models import registry
 from jaxserve.models.config import CacheGroup, DecoderConfig, architecture_of
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer import Tokenizer, read_template
 from jaxserve.types import Observer
 from jaxserve.weights import load as loading
 from jaxserve.weights import placement, source
@@ -79,14 +79,15 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
     observers = tuple(observers)
     own_process = _prepare_process(config)
     tell("opening the model", 0.0)
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     path = source.resolve(config.model, config.revision)
     checkpoint = source.open_checkpoint(path)
     with ThreadPoolExecutor(2, thread_name_prefix="launch") as pool:
         tokenizer_ready = pool.submit(_tokenizer, config, path)
         model = _Model.of(config, checkpoint)
-        config = _resolve(config, model)
+        config, shapes = _sized(_resolve(config, model), model, own_process)
         loaded = pool.submit(_load, model, checkpoint, tell)
-        shapes = _sized(config, model, own_process)
         compiled = programlib.compile_all(shapes, options=_options(model.mesh), progress=_compiling(tell))
         module = loaded.result()
         tokenizer = tokenizer_ready.result()
@@ -94,7 +95,8 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
     leaves = jax.tree.leaves(module)
     executor = Executor(shapes, compiled, leaves)
     tell("warming up", 1.0)
-    eos = _eos(checkpoint, tokenizer)
+    recommended = _generation_config(config, checkpoint)
+    eos = _eos(recommended or checkpoint.generation_config, checkpoint, tokenizer)
     engine = Engine(
         Scheduler(_limits(config, shapes, model)),
         executor,
@@ -113,7 +115,7 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
         model=module,
         config=config,
         names=config.served_model_name or (config.model,),
-        default_params=_default_params(config, checkpoint),
+        default_params=_default_params(recommended),
         architecture=model.config.architecture,
     )
 
@@ -192,9 +194,8 @@ def _prepare_process(config: EngineConfig) -> bool:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
     if jax.default_backend() == "cpu":
         memory.keep_freed_memory()
-    directory = cache_dir(config)
-    if directory and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", directory)
+    if config.compilation_cache_dir is not None or not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cache_dir(config))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return fresh
@@ -207,46 +208,68 @@ def _options(mesh: Mesh) -> dict[str, str | bool] | None:
 def _resolve(config: EngineConfig, model: _Model) -> EngineConfig:
     """Fills in what depends on the machine and the model."""
     rows = config.max_num_seqs or (256 if model.on_gpu else 64)
-    tokens = config.max_num_batched_tokens or (8192 if model.on_gpu else 512)
-    tokens = config.token_buckets[-1] if config.token_buckets else max(tokens, rows)
+    tokens = _step_tokens(config, rows, 8192 if model.on_gpu else 512)
     own = model.config.max_position
     length = own if config.max_model_len in (None, "auto") else config.max_model_len
     assert isinstance(length, int)
     if length > own:
         raise ValueError(f"max_model_len {length} is longer than the model's {own} positions; lower --max-model-len")
-    if config.max_model_len == "auto":
-        length = memory.longest_that_fits(_needs(config, model, length, temporary=0), _wishes(config, model))
-        if length < 2:
-            raise ValueError(
-                "no KV pool fits into the memory; raise --kv-cache-memory-bytes or --gpu-memory-utilization"
-            )
     if not config.enable_chunked_prefill and tokens < length:
         raise ValueError(
             f"without chunked prefill a prompt must fit into one step: --max-num-batched-tokens {tokens} must be at "
             f"least max_model_len {length}"
         )
+    length = "auto" if config.max_model_len == "auto" else length
     return dataclasses.replace(config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length)
 
 
-def _needs(config: EngineConfig, model: _Model, longest: int, temporary: int) -> memory.Needs:
-    page = config.block_size
-    return memory.Needs(model.weight_bytes(), temporary, model.page_bytes(page), page, longest)
+def _step_tokens(config: EngineConfig, rows: int, default: int) -> int:
+    """Tokens in a step: one for each row at least, and the largest of the token buckets where they are given."""
+    given, buckets = config.max_num_batched_tokens, config.token_buckets
+    if buckets:
+        if given not in (None, buckets[-1]):
+            raise ValueError(
+                f"max_num_batched_tokens {given} must be the largest of token_buckets {buckets}; leave it out"
+            )
+        if buckets[-1] < rows:
+            raise ValueError(f"token_buckets must reach max_num_seqs {rows}; lower --max-num-seqs or add {rows}")
+        return buckets[-1]
+    if given is not None and given < rows:
+        raise ValueError(f"max_num_batched_tokens {given} must be at least max_num_seqs {rows}; set --max-num-seqs too")
+    return given or max(default, rows)
 
 
-def _wishes(config: EngineConfig, model: _Model, own_process: bool = True) -> memory.Wishes:
-    share = 1.0 if own_process and model.on_gpu else config.gpu_memory_utilization
-    return memory.Wishes(config.kv_cache_memory_bytes, config.num_pages, share, model.device)
+def _sized(config: EngineConfig, model: _Model, own_process: bool) -> tuple[EngineConfig, Shapes]:
+    """All shapes, the pool sized by what the weights, the rows and the largest programs leave free.
 
-
-def _sized(config: EngineConfig, model: _Model, own_process: bool) -> Shapes:
-    """All shapes, the pool sized by what the largest programs leave free."""
+    A max_model_len of auto becomes the longest sequence that the pool holds.
+    """
+    auto = config.max_model_len == "auto"
+    if auto:
+        config = dataclasses.replace(config, max_model_len=model.config.max_position)
     assert isinstance(config.max_model_len, int)
     tiny = _shapes(config, model, pages=2)
     known = config.kv_cache_memory_bytes or config.num_pages or not model.on_gpu
-    temporary = 0 if known else programlib.temporary_bytes(tiny, _options(model.mesh))
-    needs = _needs(config, model, config.max_model_len, temporary)
-    count = memory.pages(needs, _wishes(config, model, own_process))
-    return tiny.with_pages((count,) * len(model.groups))
+    needs = memory.Needs(
+        weights=model.weight_bytes(),
+        state=programlib.state_bytes(tiny),
+        temporary=0 if known else programlib.temporary_bytes(tiny, _options(model.mesh)),
+        page=model.page_bytes(config.block_size),
+        tokens=config.block_size,
+        longest=config.max_model_len,
+    )
+    share = 1.0 if own_process and model.on_gpu else config.gpu_memory_utilization
+    wishes = memory.Wishes(config.kv_cache_memory_bytes, config.num_pages, share, model.device)
+    if auto:
+        longest = memory.longest_that_fits(needs, wishes)
+        if longest < 2:
+            raise ValueError(
+                "no KV pool fits into the memory; raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+            )
+        config, needs = dataclasses.replace(config, max_model_len=longest), dataclasses.replace(needs, longest=longest)
+        tiny = _shapes(config, model, pages=2)
+    count = memory.pages(needs, wishes)
+    return config, tiny.with_pages((count,) * len(model.groups))
 
 
 def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
@@ -296,6 +319,10 @@ def _buckets(config: EngineConfig, model: _Model) -> Buckets:
     least_tokens, least_rows = (1, 1) if model.on_gpu else (8, 4)
     if config.deterministic:
         least_tokens, least_rows = 64, rows
+        if len(config.token_buckets) > 1 and config.token_buckets[0] < 64:
+            raise ValueError(
+                f"deterministic needs token_buckets of 64 or more (or only one), got {config.token_buckets}"
+            )
     if config.token_buckets:
         least_rows = rows
     chosen = Buckets.choose(tokens=tokens, rows=rows, least_tokens=least_tokens, least_rows=least_rows)
@@ -344,13 +371,23 @@ def _compiling(tell: Progress) -> programlib.Progress:
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
-    where = path if config.tokenizer is None else source.resolve_tokenizer(config.tokenizer, config.revision)
-    return Tokenizer.load(where, chat_template=config.chat_template)
+    if config.tokenizer is not None:
+        path = source.resolve_tokenizer(config.tokenizer, config.revision if config.tokenizer == config.model else None)
+    return Tokenizer.load(path, chat_template=config.chat_template)
 
 
-def _eos(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _generation_config(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, object]:
+    """What the model's authors recommend, or what the caller put in its place."""
+    if config.generation_config == "vllm":
+        return {}
+    if config.generation_config == "auto":
+        return checkpoint.generation_config
+    return source.generation_config(config.generation_config)
+
+
+def _eos(generation: Mapping[str, object], checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The generation config's list, else the config's, else the tokenizer's."""
-    for found in (checkpoint.generation_config.get("eos_token_id"), checkpoint.config.get("eos_token_id")):
+    for found in (generation.get("eos_token_id"), checkpoint.config.get("eos_token_id")):
         if isinstance(found, int):
             return (found,)
         if isinstance(found, list | tuple) and found:
@@ -361,13 +398,8 @@ def _eos(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def _default_params(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, object]:
-    """What the model's authors recommend, under the names of `SamplingParams`."""
-    if config.generation_config == "vllm":
-        return {}
-    found = checkpoint.generation_config
-    if config.generation_config != "auto":
-        found = source.generation_config(config.generation_config)
+def _default_params(found: Mapping[str, object]) -> dict[str, object]:
+    """A generation config's sampling, under the names of `SamplingParams`."""
     named = {k: v for k in _SAMPLING if (v := found.get(k)) is not None}
     if "max_new_tokens" in named:
         named["max_tokens"] = named.pop("max_new_tokens")
@@ -398,4 +430,6 @@ class _CompileWatch:
 
 
 def _watch_compiles(config: EngineConfig, engine: Engine, observers: tuple[Observer, ...]) -> None:
-    jax.monitoring.register_event_duration_secs_listener(_CompileWatch(config, engine, observers))
+    watch = _CompileWatch(config, engine, observers)
+    jax.monitoring.register_event_duration_secs_listener(watch)
+    engine.at_close(lambda: jax.monitoring.unregister_event_duration_listener(watch))

@@ -97,6 +97,8 @@ class LLM:
         """
         many = _is_many(prompts)
         listed: list[Prompt] = list(prompts) if many else [prompts]  # type: ignore[arg-type, list-item]
+        if priority is not None and len(priority) != len(listed):
+            raise ValueError(f"priority has {len(priority)} entries for {len(listed)} prompts")
         requests = [
             self._request(prompt, params, 0 if priority is None else priority[i])
             for i, (prompt, params) in enumerate(zip(listed, self._params(sampling_params, len(listed)), strict=True))
@@ -165,7 +167,7 @@ class LLM:
             for request, banned in requests:
                 self._engine.add(request, banned)
             with tqdm(total=len(requests), desc="requests", disable=not show) as bar:
-                while self._engine.busy:
+                while len(done) < len(requests) or not all(out.finished for out in done.values()):
                     for new in self._engine.step():
                         old = done.get(new.request_id)
                         done[new.request_id] = new if old is None else old.joined(new)

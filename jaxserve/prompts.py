@@ -38,6 +38,11 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizes) -> tuple[str | None, tuple[i
     Raises:
         InvalidRequest: it is none of the accepted forms.
     """
+    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"}) if isinstance(prompt, dict) else []
+    if unknown:
+        raise InvalidRequest(
+            f"prompt has {unknown[0]!r}, which is not served; a dict takes prompt or prompt_token_ids", "prompt"
+        )
     given: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
         return (given if isinstance(given, str) else None), _ids(prompt["prompt_token_ids"])
@@ -68,7 +73,7 @@ def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizes, bounds: Bounds
             raise InvalidRequest(f"bad_words has an entry of {len(word)} characters, at most {MAX_WORD}", "bad_words")
         for text in (word, " " + word.lstrip()):
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if tokens:
+            if tokens and max(tokens) < bounds.vocab:
                 found[tokens] = None
             if len(tokens) > bounds.max_bad_tokens:
                 raise InvalidRequest(

@@ -69,6 +69,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
+        for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
+            _check_list(name, getattr(self, name))
+        if not isinstance(self.stop, str):
+            _check_list("stop", self.stop)
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         put("stop_token_ids", tuple(self.stop_token_ids or ()))
         put("bad_words", tuple(self.bad_words or ()))
@@ -139,6 +143,11 @@ class SamplingParams:
 def _check(ok: bool, name: str, rule: str, value: object) -> None:
     if not ok:
         raise ValueError(f"{name} {rule}, got {str(value)[:200]!r}")
+
+
+def _check_list(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, list | tuple | set | frozenset):
+        raise ValueError(f"{name} must be a list, got {str(value)[:200]!r}")
 
 
 def _int(name: str, value: object) -> int:

@@ -26,6 +26,8 @@ class Needs:
     """What the pool has to share the memory with, and what a page costs."""
 
     weights: int
+    state: int
+    """Rows and workspace."""
     temporary: int
     page: int
     """A page in every cache group."""
@@ -89,7 +91,8 @@ def _pool_size(needs: Needs, wishes: Wishes) -> tuple[int, str]:
         return CPU_POOL, "the default of a CPU; --kv-cache-memory-bytes changes it"
     limit = stats["bytes_limit"]
     how = f"{wishes.share:.0%} of the {limit / 2**30:.1f} GiB that this process's XLA may use"
-    return int(limit * wishes.share) - needs.weights - needs.temporary - RESERVE, how
+    used = needs.weights + needs.state + needs.temporary + RESERVE
+    return int(limit * wishes.share) - used, how
 
 
 def _round(count: int) -> int:

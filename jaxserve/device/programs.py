@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -224,5 +225,11 @@ def _shardings(tree: Rows | KV | Work | tuple[jax.ShapeDtypeStruct, ...]) -> obj
     return jax.tree.map(lambda a: a.sharding, tree)
 
 
+def state_bytes(s: Shapes) -> int:
+    """Rows and workspace, on one device."""
+    return nbytes(tuple(jax.tree.leaves((_rows(s), s.work))))
+
+
 def nbytes(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> int:
-    return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in shapes)
+    """Of arrays of these shapes, on one device."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in shapes)

@@ -22,6 +22,7 @@ ADMITTED = 8
 """Rows that one `admit` call takes."""
 RESTORED = 1024
 """Cached tokens that one `restore` call takes; a multiple of every page size."""
+MOST = 2**31 - 1
 BANNED, BANNED_TOKENS = 256, 16
 """Token sequences that `bad_words` may become, and tokens in each."""
 
@@ -135,7 +136,16 @@ def pack_admissions(admissions: list[Admission], spare: int) -> np.ndarray:
         p = a.params
         packed[i, : len(_INTS)] = (
             np.array(
-                [a.row, a.prompt_len, a.total, p.top_k, p.min_tokens, a.seed & 0xFFFFFFFF, a.seed >> 32], np.uint64
+                [
+                    a.row,
+                    a.prompt_len,
+                    a.total,
+                    min(p.top_k, MOST),
+                    min(p.min_tokens, MOST),
+                    a.seed & 0xFFFFFFFF,
+                    a.seed >> 32,
+                ],
+                np.uint64,
             )
             .astype(np.uint32)
             .view(np.int32)

@@ -249,11 +249,12 @@ def sample(
         token = sampling.plain(logits, params.temperature, params.seed, position, shape.vocab)
         none = jnp.zeros((0,), jnp.float32)
         out = Sampled(token, none, none.astype(jnp.int32), none.astype(jnp.int32)[None], none[None])
+    said = rows.counts.at[row, out.tokens].get(mode="clip")
     rows = dataclasses.replace(
         rows,
         tokens=rows.tokens.at[row, position].set(out.tokens, mode="drop"),
         total=rows.total.at[row].add(1),
-        counts=rows.counts.at[row, out.tokens].add(jnp.uint16(1), mode="drop"),
+        counts=rows.counts.at[row, out.tokens].add(said < jnp.iinfo(jnp.uint16).max, mode="drop"),
     )
     return rows, out
 

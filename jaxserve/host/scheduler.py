@@ -275,8 +275,8 @@ class Scheduler:
         return len(s.tokens) - 1
 
     def _skips_cache(self, s: Sequence) -> bool:
-        skip = s.request.params.skip_reading_prefix_cache
-        return not self.limits.caching or (s.request.params.prompt_logprobs is not None if skip is None else skip)
+        params = s.request.params
+        return not self.limits.caching or params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache)
 
     def _hit(self, s: Sequence) -> list[list[int]]:
         """Per group the cached pages of the longest prefix that all groups still have."""

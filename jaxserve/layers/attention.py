@@ -106,9 +106,9 @@ def _one_query(
     def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
         pages = lax.dynamic_slice_in_dim(table, i * per, per, 1)
         key = i * TILE + jnp.arange(TILE)
-        k, v = _read(kv, pages, key <= at[:, None])
-        scores = jnp.einsum("skgh,skch->skgc", q, k)
         seen = (key <= at[:, None]) & (key >= low[:, None])
+        k, v = _read(kv, pages, seen)
+        scores = jnp.einsum("skgh,skch->skgc", q, k)
         return carry.add(scores, seen[:, None, None], lambda p: jnp.einsum("skgc,skch->skgh", p, v))
 
     begin = jnp.min(jnp.where(at >= 0, low, jnp.iinfo(jnp.int32).max)) // TILE
@@ -149,7 +149,7 @@ def _many_queries(
         def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
             pages = lax.dynamic_slice(table, (s, i * per), (1, per))
             key = i * TILE + jnp.arange(TILE)
-            k, v = _read(kv, pages, (key < batch.lengths[s])[None])
+            k, v = _read(kv, pages, ((key < batch.lengths[s]) & (key >= low[0]))[None])
             scores = jnp.einsum("kgqh,kch->kgqc", queries, k[0])
             seen = (key <= at[:, None]) & (key >= low[:, None])
             return carry.add(scores, seen[None, None], lambda p: jnp.einsum("kgqc,kch->kgqh", p, v[0]))
@@ -173,7 +173,7 @@ def _read(
 ) -> tuple[Float[Array, "S K C H"], Float[Array, "S K C H"]]:
     """Keys and values of one tile a sequence, in float32; values that are not the sequence's own read as zero.
 
-    Behind its end lies whatever the page's last owner left; a NaN there would survive a weight of zero. Scores of
+    Behind its end and its window lies what another owner left; a NaN there would survive a weight of zero. Scores of
     such keys are replaced by the caller. A head's part of a page is one row of the pool, so a tile is gathered in
     whole rows and needs no transpose.
     """

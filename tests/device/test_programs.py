@@ -77,7 +77,8 @@ def test_a_recompile_is_counted_and_may_be_an_error() -> None:
     launched = start("llama3", on_recompile="error")
     run(engine(launched), [request("a", PROMPTS[2])])
     jax.jit(lambda x: x * 3 + 1)(jnp.ones(17)).block_until_ready()
-    launched.engine.add(request("b", PROMPTS[2]))
+    with pytest.raises(RuntimeError, match="compiled a program after warm-up"):
+        launched.engine.add(request("b", PROMPTS[2]))
     with pytest.raises(RuntimeError, match="compiled a program after warm-up"):
         launched.engine.step()
     launched.engine.close()

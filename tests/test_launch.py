@@ -1,0 +1,123 @@
+"""What the launcher decides and refuses before anything is compiled, and how an engine ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.device import memory
+from jaxserve.device.memory import Needs, Wishes
+from jaxserve.launch import launch
+from jaxserve.plan import StepPlan
+from jaxserve.prompts import tokens_of
+from jaxserve.types import EngineDead, InvalidRequest
+from tests.device.engines import with_tokenizer
+from tests.fake_executor import FakeExecutor, FakeFlight, Letters, continuation
+from tests.models.cases import Case
+from tests.worlds import world
+
+CHECKPOINT = Case("llama3").directory
+TINY = {"max_num_seqs": 4, "block_size": 8, "num_pages": 60, "dtype": "float32"}
+
+IMPOSSIBLE = [
+    ({"max_num_batched_tokens": 2}, "max_num_batched_tokens 2 must be at least max_num_seqs 4"),
+    ({"token_buckets": (8,), "max_num_batched_tokens": 16}, "must be the largest of token_buckets"),
+    ({"token_buckets": (2,)}, "token_buckets must reach max_num_seqs 4"),
+    ({"token_buckets": (8, 64), "deterministic": True}, "deterministic needs token_buckets of 64"),
+    ({"max_model_len": 10**6}, "longer than the model's"),
+    ({"num_pages": 3}, "set --max-model-len to 16 or less"),
+    ({"quantization": "awq"}, "quantization 'awq' is not served yet"),
+    ({"chat_template": "/no/such/file.jinja"}, "chat"),
+    ({"tensor_parallel_size": 64}, "needs as many devices"),
+    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8}, "without chunked prefill"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=lambda x: str(x)[:40])
+def test_impossible_options_are_refused_with_what_would_do(options: dict[str, object], message: str) -> None:
+    config = EngineConfig(model=str(with_tokenizer(CHECKPOINT)), **{**TINY, **options})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        launch(config)
+
+
+def test_auto_is_the_longest_that_the_pool_holds() -> None:
+    needs = Needs(weights=0, state=0, temporary=0, page=1000, tokens=16, longest=4096)
+    wishes = Wishes(pool=100_000, count=None, share=1.0, device=jax.devices()[0])
+    longest = memory.longest_that_fits(needs, wishes)
+    assert memory.pages(dataclasses.replace(needs, longest=longest), wishes) == longest // 16 + 1
+    with pytest.raises(ValueError, match="set --max-model-len to"):
+        memory.pages(needs, wishes)
+
+
+@pytest.mark.parametrize("given", [{"served_model_name": 7}, {"token_buckets": (0,)}, {"seed": 1.5}])
+def test_values_of_the_wrong_kind_name_their_field(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        EngineConfig(**given)  # type: ignore[arg-type]
+
+
+def test_a_prompt_dict_with_more_in_it_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        tokens_of({"prompt": "x", "cache_salt": "s"}, Letters())  # type: ignore[typeddict-unknown-key]
+
+
+def test_an_interrupted_step_is_read_again() -> None:
+    """Ctrl-C while the host waits for the device loses nothing."""
+    w = world()
+    flights: list[FakeFlight] = []
+
+    class Interrupted(FakeFlight):
+        def read(self):
+            if len(flights) < 1:
+                flights.append(self)
+                raise KeyboardInterrupt
+            return super().read()
+
+    launch_step = w.device.launch
+    w.device.launch = lambda plan: Interrupted(launch_step(plan).result)  # type: ignore[method-assign]
+    w.add("a", [1, 2], max_tokens=3, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        w.run()
+    w.run()
+    assert w.said["a.0"] == continuation([1, 2], 3)
+
+
+def test_a_step_that_cannot_be_launched_ends_the_engine() -> None:
+    w = world()
+
+    def broken(self: FakeExecutor, plan: StepPlan) -> FakeFlight:
+        raise RuntimeError("out of order")
+
+    w.device.launch = broken.__get__(w.device)  # type: ignore[method-assign]
+    w.add("a", [1, 2], max_tokens=3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of order"):
+            w.engine.step()
+
+
+def test_a_closed_engine_says_so() -> None:
+    w = world()
+    w.engine.close()
+    with pytest.raises(EngineDead, match="closed"):
+        w.add("a", [1, 2], max_tokens=3)
+
+
+def test_prompt_logprobs_never_read_the_cache() -> None:
+    w = world(page=4)
+    for name in ("a", "b"):
+        w.add(name, list(range(12)), max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False)
+        w.run()
+    assert [len(a.cached) for plan in w.device.steps for a in plan.admissions] == [0, 0]
+
+
+def test_generation_config_directory_brings_its_own_end(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.3}')
+    config = EngineConfig(
+        model=str(with_tokenizer(CHECKPOINT)), token_buckets=(64,), generation_config=str(tmp_path), **TINY
+    )  # type: ignore[arg-type]
+    launched = launch(config)
+    assert launched.engine.bounds.eos == (5, 6) and launched.default_params == {"temperature": 0.3}
+    launched.engine.close()
