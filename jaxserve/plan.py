@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.types import SamplingParams
 
 SCRATCH_PAGE = 0
-"""Padding writes here; no sequence ever holds it."""
+"""What padding of a page table points to; no sequence ever holds it."""
 
 
 @dataclass(frozen=True, slots=True)
