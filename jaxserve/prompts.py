@@ -83,4 +83,7 @@ def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizes, bounds: Bounds
                 )
     if len(found) > bounds.max_banned:
         raise InvalidRequest(f"bad_words become {len(found)} token sequences, at most {bounds.max_banned}", "bad_words")
+    single = {tokens[0] for tokens in found if len(tokens) == 1}
+    if params.allowed_token_ids is not None and single.issuperset(params.allowed_token_ids):
+        raise InvalidRequest("bad_words forbid every one of allowed_token_ids; nothing is left to say", "bad_words")
     return tuple(found)

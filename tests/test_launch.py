@@ -13,12 +13,12 @@ from jaxserve.device import memory
 from jaxserve.device.memory import Needs, Wishes
 from jaxserve.launch import launch
 from jaxserve.plan import StepPlan
-from jaxserve.prompts import tokens_of
-from jaxserve.types import EngineDead, InvalidRequest
+from jaxserve.prompts import bad_word_tokens, tokens_of
+from jaxserve.types import EngineDead, InvalidRequest, SamplingParams
 from tests.device.engines import with_tokenizer
 from tests.fake_executor import FakeExecutor, FakeFlight, Letters, continuation
 from tests.models.cases import Case
-from tests.worlds import world
+from tests.worlds import BOUNDS, world
 
 CHECKPOINT = Case("llama3").directory
 TINY = {"max_num_seqs": 4, "block_size": 8, "num_pages": 60, "dtype": "float32"}
@@ -62,6 +62,13 @@ def test_values_of_the_wrong_kind_name_their_field(given: dict[str, object]) -> 
 def test_a_prompt_dict_with_more_in_it_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cache_salt"):
         tokens_of({"prompt": "x", "cache_salt": "s"}, Letters())  # type: ignore[typeddict-unknown-key]
+
+
+def test_bad_words_that_leave_nothing_allowed_are_refused() -> None:
+    word = Letters().encode("a", add_special_tokens=False)[0]
+    with pytest.raises(InvalidRequest, match="nothing is left"):
+        bad_word_tokens(SamplingParams(bad_words=["a"], allowed_token_ids=[word]), Letters(), BOUNDS)
+    assert bad_word_tokens(SamplingParams(bad_words=["a"], allowed_token_ids=[word, word + 1]), Letters(), BOUNDS)
 
 
 def test_an_interrupted_step_is_read_again() -> None:

@@ -18,7 +18,7 @@ from server.errors import bad_request
 from server.ids import response_id
 from server.openai.fields import IGNORED, REFUSED_IN_COMPLETIONS
 from server.openai.generating import Count, Names, collect, start
-from server.openai.logprobs import Lines, joined, prompt_logprobs
+from server.openai.logprobs import Lines, joined, prompt_logprobs, trimmed
 from server.openai.params import sampling_params
 from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts
 from server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -179,6 +179,7 @@ class Speaker:
         asked, first = self._job.request, self._first
         self._first = False
         prompt = self._job.prompts[self._prompt]
+        wanted = None if scores is None or asked.prompt_logprobs is None else trimmed(scores, asked.prompt_logprobs)
         return CompletionChoice(
             index=self._index,
             text=self._job.texts[self._prompt] + piece.text if first else piece.text,
@@ -187,15 +188,16 @@ class Speaker:
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if asked.return_token_ids else UNSET,
             prompt_token_ids=tuple(prompt.ids) if asked.return_token_ids and first else UNSET,
-            prompt_logprobs=prompt_logprobs(scores) if asked.prompt_logprobs is not None and scores else UNSET,
+            prompt_logprobs=prompt_logprobs(wanted) if wanted else UNSET,
         )
 
     def _logprobs(
         self, piece: CompletionOutput, scores: Sequence[TokenLogprobs | None] | None, first: bool
     ) -> CompletionLogprobs | None:
-        if self._job.request.logprobs is None:
+        most = self._job.request.logprobs
+        if most is None:
             return None
         if not (first and self._job.request.echo and scores is not None):
             return self._lines.add(piece.token_ids, piece.logprobs or ())
-        before = self._lines.add(self._job.prompts[self._prompt].ids, scores)
+        before = self._lines.add(self._job.prompts[self._prompt].ids, trimmed(scores, most))
         return joined(before, self._lines.add(piece.token_ids, piece.logprobs or ()))

@@ -81,6 +81,14 @@ def chat_logprobs(
     return ChatLogprobs([_chat_token(i, p, top, tokenizer, as_ids) for i, p in zip(ids, logprobs, strict=True)])
 
 
+def trimmed(given: Sequence[TokenLogprobs | None], most: int) -> list[TokenLogprobs | None]:
+    """The token itself, which comes first, and the `most` likeliest ones (-1: all)."""
+    return [
+        found and {t: p for i, (t, p) in enumerate(found.items()) if i == 0 or most < 0 or (p.rank or 0) <= most}
+        for found in given
+    ]
+
+
 def prompt_logprobs(given: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
     """vLLM's shape: by token id, null for the first token."""
     return [
