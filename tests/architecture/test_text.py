@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # Written in pieces, so that this file does not hold what it forbids.
 FORBIDDEN = {
     "a path of one machine": r"/(?:wo[r]k|far[m])/|/ro[o]t/|/ho[m]e/[a-z]|/tm[p]/bash_jobs",
-    "a package registry's address": r"pypi\.o[r]g|pythonhosted\.o[r]g|registry\.npmjs\.o[r]g|deb\.debian\.o[r]g",
+    "a package registry's address": r"pypi\.o[r]g|python[h]osted\.o[r]g|registry\.npm[j]s\.o[r]g|deb\.deb[i]an\.o[r]g",
     "a folder outside the repository": r"\.\./sha[r]ed\b",
 }
 
