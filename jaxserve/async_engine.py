@@ -39,9 +39,6 @@ class Served(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
     def default_params(self) -> Mapping[str, object]: ...
 
 
@@ -84,7 +81,6 @@ class AsyncEngine:
         self._engine = served.engine
         self.served = served
         self.tokenizer = served.tokenizer
-        self.model_names = served.names
         self.default_params = served.default_params
         self.dead: BaseException | None = None
         self._boxes: dict[str, _Mailbox] = {}

@@ -62,7 +62,6 @@ class Launched:
     """With the engine's own arrays in it: one copy of the weights."""
     config: EngineConfig
     """As given, with what was left open filled in."""
-    names: tuple[str, ...]
     default_params: Mapping[str, object]
     """Sampling defaults of the model's generation_config."""
     architecture: str
@@ -114,7 +113,6 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
         tokenizer=tokenizer,
         model=module,
         config=config,
-        names=config.served_model_name or (config.model,),
         default_params=_default_params(recommended),
         architecture=model.config.architecture,
     )

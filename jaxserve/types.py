@@ -35,7 +35,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means up to the context length.
     `logprobs` and `prompt_logprobs` take a count or -1 for the whole vocabulary, within the engine's
-    `max_logprobs`. `seed` makes the draws of this request reproducible, whatever else is running.
+    `max_logprobs`. `spaces_between_special_tokens` is the same either way: the tokenizers that are served put none
+    there. `seed` makes the draws of this request reproducible, whatever else is running.
 
     Raises:
         ValueError: a field is out of range; the message begins with the field's name.

@@ -20,11 +20,10 @@ from jaxserve.types import (
     InvalidRequest,
     OutputKind,
     RequestOutput,
-    RequestStats,
     SamplingParams,
-    StepStats,
 )
 from tests.fake_executor import VOCAB, FakeExecutor, FakeFlight, Letters, continuation
+from tests.worlds import Told
 
 PROMPT = [5, 9, 13]
 SHORT = SamplingParams(max_tokens=6)
@@ -53,28 +52,11 @@ class Device(FakeExecutor):
         self.closed = True
 
 
-@dataclass
-class Watcher:
-    """An observer that remembers."""
-
-    steps: list[StepStats] = field(default_factory=list)
-    ended: list[RequestStats] = field(default_factory=list)
-
-    def on_step(self, step: StepStats) -> None:
-        self.steps.append(step)
-
-    def on_finish(self, request: RequestStats) -> None:
-        self.ended.append(request)
-
-    def on_recompile(self, seconds: float) -> None:
-        raise AssertionError("nothing compiles here")
-
-
 @dataclass(frozen=True)
 class Served:
     engine: Engine
     device: Device
-    watcher: Watcher
+    watcher: Told
     tokenizer: Letters = field(default_factory=Letters)
     names: tuple[str, ...] = ("letters",)
     default_params: dict[str, object] = field(default_factory=dict)
@@ -87,7 +69,7 @@ class Served:
 
 @contextmanager
 def running(*, depth: int = 2, rows: int = 4) -> Iterator[tuple[AsyncEngine, Served]]:
-    device, watcher = Device(), Watcher()
+    device, watcher = Device(), Told()
     limits = Limits(rows=rows, tokens=32, page=4, pages=(512,), windows=(None,))
     bounds = Bounds(
         max_model_len=1000,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.types import InvalidRequest, Logprob, RequestStats, StepStats, TokenLogprobs
+from jaxserve.types import InvalidRequest, Logprob, TokenLogprobs
 from tests.fake_executor import TOP, Letters, continuation, likeliest, logprob_of, rank_of
-from tests.worlds import BOUNDS, World, world
+from tests.worlds import BOUNDS, Told, World, world
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 LETTERS = Letters()
@@ -29,23 +28,6 @@ def scored(text: Sequence[int], token: int, count: int) -> TokenLogprobs:
     for i, other in enumerate(likeliest(text, TOP if count < 0 else count), start=1):
         want.setdefault(other, Logprob(logprob_of(i), i, LETTERS.token_text(other)))
     return want
-
-
-@dataclass
-class Told:
-    """An observer that keeps all."""
-
-    steps: list[StepStats] = field(default_factory=list)
-    ended: list[RequestStats] = field(default_factory=list)
-
-    def on_step(self, step: StepStats) -> None:
-        self.steps.append(step)
-
-    def on_finish(self, request: RequestStats) -> None:
-        self.ended.append(request)
-
-    def on_recompile(self, seconds: float) -> None:
-        raise AssertionError
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, -1])

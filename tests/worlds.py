@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.engine import Bounds, Engine
 from jaxserve.host.scheduler import Limits, Scheduler
-from jaxserve.types import Observer, Request, RequestOutput, SamplingParams
+from jaxserve.types import Observer, Request, RequestOutput, RequestStats, SamplingParams, StepStats
 from tests.fake_executor import FakeExecutor, Letters
 
 BOUNDS = Bounds(
@@ -120,3 +120,20 @@ def world(
     device = FakeExecutor(page, windows, budget=tokens, rows=rows)
     engine = Engine(Scheduler(limits), device, Letters(), BOUNDS, depth=depth, observers=observers)
     return World(engine, device)
+
+
+@dataclass
+class Told:
+    """An observer that keeps all."""
+
+    steps: list[StepStats] = field(default_factory=list)
+    ended: list[RequestStats] = field(default_factory=list)
+
+    def on_step(self, step: StepStats) -> None:
+        self.steps.append(step)
+
+    def on_finish(self, request: RequestStats) -> None:
+        self.ended.append(request)
+
+    def on_recompile(self, seconds: float) -> None:
+        raise AssertionError("nothing compiles here")
