@@ -1,7 +1,7 @@
 """jaxserve: serves open language models on NVIDIA GPUs and CPUs, with JAX.
 
-Public names: LLM, SamplingParams, Engine, AsyncEngine, EngineConfig. They are imported when they are first used, so
-that `import jaxserve` starts no JAX.
+Public names: LLM, SamplingParams, StructuredOutputsParams, Engine, AsyncEngine, EngineConfig. They are imported when
+they are first used, so that `import jaxserve` starts no JAX.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxserve.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
@@ -30,6 +30,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ServerConfig",
+    "StructuredOutputsParams",
     "launch",
 ]
 

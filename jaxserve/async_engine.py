@@ -127,8 +127,9 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking_end: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Outputs of one request, as `params.output_kind` asks.
+        """Outputs of one request, as `params.output_kind` asks. `thinking_end`: that of `Request`.
 
         Raises:
             InvalidRequest: the request cannot be served; nothing has happened.
@@ -136,7 +137,7 @@ class AsyncEngine:
         """
         arrival = time.monotonic()
         text, ids = tokens_of(prompt, self.tokenizer)
-        request = Request(request_id, ids, params, text, priority, cache_salt, arrival)
+        request = Request(request_id, ids, params, text, priority, cache_salt, arrival, thinking_end)
         self._engine.check(request)
         banned = bad_word_tokens(params, self.tokenizer, self.bounds)
         if not self.is_running:

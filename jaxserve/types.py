@@ -30,13 +30,71 @@ class OutputKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What an answer must look like: exactly one of the first six. Names are vLLM's.
+
+    Attributes:
+        json: a JSON Schema, as text or as an object.
+        regex: the whole answer matches it.
+        choice: the answer is one of these.
+        grammar: a Lark grammar with the rule `start`, or GBNF/EBNF with the rule `root`.
+        json_object: any JSON object.
+        structural_tag: text that is free but for tagged parts, as JSON (vLLM's `structures` and `triggers`).
+        disable_any_whitespace: JSON without any; else a few blanks may stand between its parts.
+        disable_additional_properties: objects whose schema does not say so have no other properties.
+        whitespace_pattern: a regex of what may stand between the parts of JSON.
+
+    Raises:
+        ValueError: not exactly one is given, or one of another type; the message begins with the field's name.
+    """
+
+    json: str | bool | Mapping[str, object] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False) or self._is_schema(name)]
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ValueError(f"structured_outputs takes exactly one of {', '.join(CONSTRAINTS)}, got {got}")
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, str), f"structured_outputs.{name}", "must be a string", value)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), f"structured_outputs.{name}", "must be true or false", value)
+        _check(
+            isinstance(self.json, str | bool | Mapping | None), "structured_outputs.json", "must be a schema", self.json
+        )
+        if self.choice is not None:
+            _check_list("structured_outputs.choice", self.choice)
+            ok = bool(self.choice) and all(isinstance(text, str) and text for text in self.choice)
+            _check(ok, "structured_outputs.choice", "must hold strings that are not empty", self.choice)
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    def _is_schema(self, name: str) -> bool:
+        """False is a schema too: nothing is valid."""
+        return name == "json" and self.json is False
+
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Field names, defaults and ranges are vLLM's.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means up to the context length.
     `logprobs` and `prompt_logprobs` take a count or -1 for the whole vocabulary, within the engine's
     `max_logprobs`. `spaces_between_special_tokens` is the same either way: the tokenizers that are served put none
-    there. `seed` makes the draws of this request reproducible, whatever else is running.
+    there. `seed` makes the draws of this request reproducible, whatever else is running. `thinking_token_budget`: tokens
+    that the model may think for; then its thinking is ended for it.
 
     Raises:
         ValueError: a field is out of range; the message begins with the field's name.
@@ -67,6 +125,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
@@ -90,7 +150,7 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         whole = ("n", "top_k", "min_tokens")
-        optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+        optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
         real = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
         for name in whole:
             _int(name, getattr(self, name))
@@ -114,11 +174,17 @@ class SamplingParams:
         _check(self.min_tokens >= 0, "min_tokens", "must be at least 0", self.min_tokens)
         if self.max_tokens is not None:
             _check(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens", self.min_tokens)
+        if self.thinking_token_budget is not None:
+            least = self.thinking_token_budget >= 0
+            _check(least, "thinking_token_budget", "must be at least 0", self.thinking_token_budget)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or value >= -1, name, "must be -1 (all) or at least 0", value)
 
     def _check_lists(self) -> None:
+        if self.structured_outputs is not None:
+            known = isinstance(self.structured_outputs, StructuredOutputsParams)
+            _check(known, "structured_outputs", "must be StructuredOutputsParams", self.structured_outputs)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 _check(isinstance(text, str) and text != "", name, "must hold strings that are not empty", text)
@@ -180,6 +246,8 @@ class Request:
     cache_salt: str | None = None
     arrival: float = 0.0
     """Seconds on the monotonic clock."""
+    thinking_end: str | None = None
+    """The answer begins by thinking, and this text ends it. Constraints begin after it."""
 
 
 class Logprob(NamedTuple):

@@ -74,6 +74,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking_end: str | None = None,
     ) -> AsyncGenerator[RequestOutput]: ...
 
     def close(self) -> None: ...

@@ -136,6 +136,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
         self.salts: list[str | None] = []
+        self.thinking_ends: list[str | None] = []
         self.closed = False
         self.tokens_made = 0
 
@@ -147,12 +148,14 @@ class FakeEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking_end: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         self._check(prompt, params, request_id, priority)
         self.running.add(request_id)
         self.seen.append(request_id)
         self.params.append(params)
         self.salts.append(cache_salt)
+        self.thinking_ends.append(thinking_end)
         done = False
         try:
             async for output in self._outputs(list(prompt), params, request_id):
