@@ -69,14 +69,20 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             _check(isinstance(value, bool), f"structured_outputs.{name}", "must be true or false", value)
+        schema: object = self.json
         _check(
-            isinstance(self.json, str | bool | Mapping | None), "structured_outputs.json", "must be a schema", self.json
+            schema is None or isinstance(schema, str | bool | Mapping),
+            "structured_outputs.json",
+            "must be a schema",
+            schema,
         )
         if self.choice is not None:
             _check_list("structured_outputs.choice", self.choice)
-            ok = bool(self.choice) and all(isinstance(text, str) and text for text in self.choice)
-            _check(ok, "structured_outputs.choice", "must hold strings that are not empty", self.choice)
-            object.__setattr__(self, "choice", tuple(self.choice))
+            choice: Sequence[object] = self.choice
+            _check(bool(choice), "structured_outputs.choice", "must not be empty", choice)
+            for text in choice:
+                _check(isinstance(text, str), "structured_outputs.choice", "must hold strings", text)
+            object.__setattr__(self, "choice", tuple(choice))
 
     def _is_schema(self, name: str) -> bool:
         """False is a schema too: nothing is valid."""
@@ -93,8 +99,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means up to the context length.
     `logprobs` and `prompt_logprobs` take a count or -1 for the whole vocabulary, within the engine's
     `max_logprobs`. `spaces_between_special_tokens` is the same either way: the tokenizers that are served put none
-    there. `seed` makes the draws of this request reproducible, whatever else is running. `thinking_token_budget`: tokens
-    that the model may think for; then its thinking is ended for it.
+    there. `seed` makes the draws of this request reproducible, whatever else is running.
+    `thinking_token_budget`: tokens that the model may think for; then its thinking is ended for it.
 
     Raises:
         ValueError: a field is out of range; the message begins with the field's name.
@@ -182,9 +188,9 @@ class SamplingParams:
             _check(value is None or value >= -1, name, "must be -1 (all) or at least 0", value)
 
     def _check_lists(self) -> None:
-        if self.structured_outputs is not None:
-            known = isinstance(self.structured_outputs, StructuredOutputsParams)
-            _check(known, "structured_outputs", "must be StructuredOutputsParams", self.structured_outputs)
+        wanted: object = self.structured_outputs
+        known = wanted is None or isinstance(wanted, StructuredOutputsParams)
+        _check(known, "structured_outputs", "must be StructuredOutputsParams", wanted)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 _check(isinstance(text, str) and text != "", name, "must hold strings that are not empty", text)

@@ -1,1 +1,1 @@
-"""What a model's text means: reasoning, tool calls, content. Pure text machines; nothing here knows HTTP or the engine."""
+"""What a model's text means: reasoning, tool calls, content. Pure text machines that know no HTTP and no engine."""

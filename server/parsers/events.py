@@ -1,4 +1,4 @@
-"""What a text machine finds, piece by piece. One order for everybody: streamed and whole answers are the same events."""
+"""What a text machine finds, piece by piece. Streamed and whole answers are the same events."""
 
 from __future__ import annotations
 
