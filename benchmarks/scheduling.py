@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.engine import Bounds, Engine
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.host.text import TokenStream
-from jaxserve.plan import StepPlan, StepResult
+from jaxserve.plan import Choice, StepPlan, StepResult
 from jaxserve.types import Request, SamplingParams
 
 ANSWERS = (5, 40, 8, 6, 35, 7, 9, 4)
@@ -66,6 +66,9 @@ class StandIn:
 @dataclass(frozen=True)
 class Done:
     emitting: int
+
+    def sample(self, choice: Choice | None = None) -> None:
+        pass
 
     def read(self) -> StepResult:
         return StepResult(np.zeros(self.emitting, np.int32), None, {})

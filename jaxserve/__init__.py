@@ -1,7 +1,7 @@
 """jaxserve: serves open language models on NVIDIA GPUs and CPUs, with JAX.
 
-Public names: LLM, SamplingParams, StructuredOutputsParams, Engine, AsyncEngine, EngineConfig. They are imported when
-they are first used, so that `import jaxserve` starts no JAX.
+Public names: LLM, SamplingParams, BeamSearchParams, StructuredOutputsParams, Engine, AsyncEngine, EngineConfig. They
+are imported when they are first used, so that `import jaxserve` starts no JAX.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+from jaxserve.types import (
+    BeamSearchParams,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
@@ -22,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineConfig",

@@ -12,9 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Protocol
 
+from jaxserve.backlog import Backlog, Seen, Waiting
+from jaxserve.deltas import Deltas
 from jaxserve.engine import Bounds, Engine
+from jaxserve.grammar.compile import Grammar
 from jaxserve.prompts import Prompt, bad_word_tokens, tokens_of
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import (
@@ -24,9 +28,19 @@ from jaxserve.types import (
     Request,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 log = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 10
+"""What a grammar may take, and those ahead of it."""
+
+
+class Grammars(Protocol):
+    """`grammar.compile.Compiler`, as far as it is used here."""
+
+    def submit(self, asked: StructuredOutputsParams) -> Future[Grammar]: ...
 
 
 class Served(Protocol):
@@ -39,6 +53,9 @@ class Served(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
+    def grammars(self) -> Grammars: ...
+
+    @property
     def default_params(self) -> Mapping[str, object]: ...
 
 
@@ -46,12 +63,19 @@ class _Mailbox:
     """What one request's reader has not taken yet. Touched by the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._waiting: RequestOutput | None = None
+        self._waiting: RequestOutput | Deltas | None = None
+        """One output as it came, which is the usual case, or several."""
         self._error: BaseException | None = None
         self._filled = asyncio.Event()
 
     def put(self, new: RequestOutput) -> None:
-        self._waiting = new if self._waiting is None else self._waiting.joined(new)
+        match self._waiting:
+            case None:
+                self._waiting = new
+            case Deltas():
+                self._waiting.add(new)
+            case _:
+                self._waiting = Deltas(self._waiting, new)
         self._filled.set()
 
     def fail(self, error: BaseException) -> None:
@@ -64,10 +88,10 @@ class _Mailbox:
         if self._waiting is None:
             assert self._error is not None
             raise self._error
-        out, self._waiting = self._waiting, None
+        waiting, self._waiting = self._waiting, None
         if self._error is not None:
             self._filled.set()
-        return out
+        return waiting.whole() if isinstance(waiting, Deltas) else waiting
 
 
 class AsyncEngine:
@@ -88,6 +112,9 @@ class AsyncEngine:
         self._inside: dict[str, _Mailbox] = {}
         """Of requests that the engine has. The thread's: a name may be used again before the engine is done with it."""
         self._inbox: deque[Callable[[], object]] = deque()
+        self._taken = 0
+        """Requests that the engine was handed. The thread's."""
+        self._backlog = Backlog(served.engine.scheduler.limits.rows)
         self._wake = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -111,6 +138,11 @@ class AsyncEngine:
         return self._engine.bounds.max_logprobs
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text of this model."""
+        return self._engine.bounds.eos
+
+    @property
     def is_running(self) -> bool:
         return self.dead is None and not self._stopping
 
@@ -118,6 +150,10 @@ class AsyncEngine:
     def open_requests(self) -> int:
         """Requests whose readers wait."""
         return len(self._boxes)
+
+    def waiting_with(self, sequences: int, tokens: int) -> Waiting:
+        """What would wait for a row if so many sequences, with so many prompt tokens, came now."""
+        return self._backlog.with_more(sequences, tokens)
 
     async def generate(
         self,
@@ -140,24 +176,32 @@ class AsyncEngine:
         request = Request(request_id, ids, params, text, priority, cache_salt, arrival, thinking_end)
         self._engine.check(request)
         banned = bad_word_tokens(params, self.tokenizer, self.bounds)
+        asked = params.structured_outputs
+        size = (params.n, params.n * len(request.prompt_ids))
+        with self._backlog.coming(*size):
+            grammar = None if asked is None else await self._compiled(asked)
         if not self.is_running:
             raise self._end()
         if request_id in self._boxes:
             raise InvalidRequest(f"request_id {request_id!r} is in use by a running request", "request_id")
         self._loop = asyncio.get_running_loop()
         box = self._boxes[request_id] = _Mailbox()
-        self._post(lambda: self._add(request, banned, box))
+        self._backlog.post(*size)
+        self._post(lambda: self._add(request, banned, grammar, box))
         if not self.is_running:
             box.fail(self._end())
         finished = False
-        sofar: RequestOutput | None = None
+        sofar = Deltas()
         try:
             while not finished:
                 new = await box.take()
                 finished = new.finished
-                sofar = new if sofar is None or params.output_kind is OutputKind.DELTA else sofar.joined(new)
-                if finished or params.output_kind is not OutputKind.FINAL_ONLY:
-                    yield sofar
+                if params.output_kind is OutputKind.DELTA:
+                    yield new
+                    continue
+                sofar.add(new)
+                if finished or params.output_kind is OutputKind.CUMULATIVE:
+                    yield sofar.whole()
         finally:
             self._boxes.pop(request_id, None)
             if not finished:
@@ -184,6 +228,15 @@ class AsyncEngine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    async def _compiled(self, asked: StructuredOutputsParams) -> Grammar:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.served.grammars.submit(asked)), COMPILE_SECONDS)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"structured_outputs.{asked.kind} could not be compiled within {COMPILE_SECONDS} s; make it simpler",
+                "structured_outputs",
+            ) from None
+
     def _post(self, action: Callable[[], object]) -> None:
         with self._wake:
             self._inbox.append(action)
@@ -191,9 +244,12 @@ class AsyncEngine:
 
     # -- in the engine's thread ---------------------------------------------------------------------------------
 
-    def _add(self, request: Request, banned: tuple[tuple[int, ...], ...], box: _Mailbox) -> None:
+    def _add(
+        self, request: Request, banned: tuple[tuple[int, ...], ...], grammar: Grammar | None, box: _Mailbox
+    ) -> None:
         self._inside[request.id] = box
-        self._engine.add(request, banned)
+        self._taken += 1
+        self._engine.add(request, banned, grammar)
 
     def _abort(self, request_id: str) -> None:
         last = self._engine.abort(request_id)
@@ -210,6 +266,7 @@ class AsyncEngine:
                 while self._inbox:
                     self._inbox.popleft()()
                 outputs = self._engine.step()
+                self._backlog.seen = self._seen()
                 if outputs:
                     self._deliver(outputs)
         except BaseException as e:
@@ -218,6 +275,11 @@ class AsyncEngine:
         error = self._end()
         self._in_loop(lambda: [box.fail(error) for box in self._boxes.values()])
         self._engine.close()
+
+    def _seen(self) -> Seen:
+        scheduler = self._engine.scheduler
+        waiting = Waiting(scheduler.waiting, scheduler.waiting_tokens)
+        return Seen(self._taken, waiting, scheduler.limits.rows - len(scheduler.running))
 
     def _wait(self) -> bool:
         """Until there is something to do; false when it is time to stop."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeGuard, cast
 
 import yaml
+
+from jaxserve.types import SamplingParams
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Policy = Literal["fcfs", "priority"]
@@ -62,7 +65,14 @@ class EngineConfig:
     tensor_parallel_size: int = _option(1, "devices that share every layer", short="-tp")
     quantization: str | None = _option(None, "none, or what the checkpoint's config says", short="-q")
     generation_config: str = _option("auto", "default sampling from the model (auto), a directory, or none (vllm)")
+    override_generation_config: Mapping[str, object] | None = _option(
+        None, 'default sampling as JSON, beats generation_config: {"temperature": 0.5}'
+    )
     chat_template: str | None = _option(None, "a Jinja file or the template itself, instead of the model's")
+    structured_outputs_config: Mapping[str, object] | None = _option(
+        None,
+        "JSON: backend (auto or guidance), disable_any_whitespace, disable_additional_properties, enable_in_reasoning",
+    )
     max_logprobs: int = _option(20, "most logprobs a request may ask for; -1: the whole vocabulary")
     deterministic: bool = _option(False, "same request, same bits, whatever else is running")
     steps_in_flight: int = _option(2, "steps launched before the oldest result is read")
@@ -78,7 +88,9 @@ class EngineConfig:
         if self.seed is not None and not _is_whole(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         put("token_buckets", _sizes("token_buckets", self.token_buckets))
+        put("override_generation_config", _generation_override(self.override_generation_config))
         put("max_model_len", _length("max_model_len", self.max_model_len))
+        put("structured_outputs_config", _structured(self.structured_outputs_config))
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
             put(name, _size(name, getattr(self, name)))
         _check_types(self)
@@ -106,13 +118,70 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on")
     api_key: tuple[str, ...] = _option((), "keys that clients must send; also JAXSERVE_API_KEY or VLLM_API_KEY")
     shutdown_timeout: float = _option(25.0, "seconds that running requests get after SIGTERM")
+    uds: str | None = _option(None, "path of a Unix socket to listen on, instead of host and port")
+    root_path: str = _option("", "path under which a proxy shows this server")
+    ssl_keyfile: str | None = _option(None, "private key of the TLS certificate")
+    ssl_certfile: str | None = _option(None, "TLS certificate; with it the server speaks https")
+    ssl_ca_certs: str | None = _option(None, "certificates of those who may sign clients' certificates")
+    ssl_cert_reqs: int = _option(0, "clients' certificates: 0 not asked for, 1 optional, 2 required")
+    allowed_origins: tuple[str, ...] = _option((), "web pages' origins that may call from a browser; * is any")
+    allowed_methods: tuple[str, ...] = _option(("*",), "methods that those pages may use")
+    allowed_headers: tuple[str, ...] = _option(("*",), "headers that those pages may send")
+    allow_credentials: bool = _option(False, "those pages may send cookies and the like")
+    max_num_queued_reqs: int | None = _option(
+        None, "sequences that may wait for a row; a request that would make it more gets 503"
+    )
+    max_num_queued_tokens: int | None = _option(None, "prompt tokens of the sequences that may wait, likewise")
+    enable_request_id_headers: bool = _option(True, "every answer carries X-Request-Id")
+    enable_server_load_tracking: bool = _option(False, "GET /load: how many requests are being answered")
+    disable_fastapi_docs: bool = _option(False, "no /openapi.json")
+    sse_keep_alive_interval: float = _option(0.0, "seconds of silence after which a stream says a comment; 0: never")
+    enable_auto_tool_choice: bool = _option(True, "the model may call tools where tool_choice leaves it the choice")
+    tool_call_parser: str | None = _option(None, "how the model writes tool calls; unset: what its chat template says")
+    reasoning_parser: str | None = _option(
+        None, "how the model writes its reasoning; unset: what its chat template says; none: it does not reason"
+    )
+    chat_template_content_format: str = _option(
+        "auto", "content of messages as templates see it: string, openai (a list of parts), or auto"
+    )
+    default_chat_template_kwargs: Mapping[str, object] | None = _option(
+        None, "variables for the chat template, as JSON; those of a request beat them"
+    )
+    enable_per_request_metrics: bool = _option(False, "answers tell how long they took, in metrics")
+    enable_force_include_usage: bool = _option(False, "streams end with their usage, asked for or not")
+    enable_prompt_tokens_details: bool = _option(
+        True, "usage tells how many prompt tokens were found in the prefix cache; it always does"
+    )
+    trust_request_chat_template: bool = _option(False, "requests may bring a chat template of their own")
+    response_role: str = _option("assistant", "role of the answers")
     metrics_prefix: str = _option("jaxserve", "prefix of metric names; vllm gives vLLM's exact names")
     uvicorn_log_level: str = _option("warning", "critical, error, warning, info or debug")
     disable_log_stats: bool = _option(False, "no line of statistics every ten seconds")
+    disable_uvicorn_access_log: bool = _option(False, "no line for each HTTP request, whatever uvicorn_log_level")
+    enable_log_requests: bool = _option(False, "a line for each request: its id, prompt and parameters")
+    max_log_len: int | None = _option(None, "characters of the prompt in that line; unset: none of it")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "api_key", _names("api_key", self.api_key))
+        put = functools.partial(object.__setattr__, self)
+        put("api_key", _names("api_key", self.api_key))
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            put(name, _words(name, getattr(self, name)))
+        put("default_chat_template_kwargs", _mapping("default_chat_template_kwargs", self.default_chat_template_kwargs))
+        _one_of("chat_template_content_format", self.chat_template_content_format, ("auto", "string", "openai"))
+        put("max_num_queued_tokens", _size("max_num_queued_tokens", self.max_num_queued_tokens))
         _check_types(self)
+        for name, low in {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "max_log_len": 0}.items():
+            value = getattr(self, name)
+            if value is not None and (not _is_whole(value) or value < low):
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if not self.enable_prompt_tokens_details:
+            raise ValueError("enable_prompt_tokens_details cannot be off: usage always has prompt_tokens_details")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ValueError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs!r}")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
+            raise ValueError("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs need ssl_certfile")
+        if not 0 <= self.sse_keep_alive_interval < math.inf:
+            raise ValueError(f"sse_keep_alive_interval must be 0 or more seconds, got {self.sse_keep_alive_interval}")
         if not _is_whole(self.port) or not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in 0..65535, got {self.port!r}")
         if not 0 <= self.shutdown_timeout < math.inf:
@@ -124,32 +193,44 @@ class ServerConfig:
 
 # What vLLM has and this engine does not serve yet: refused by name, so that nobody believes it took effect.
 NOT_SERVED: frozenset[str] = frozenset(
-    """tokenizer_mode trust_remote_code hf_overrides override_generation_config model_impl skip_tokenizer_init
+    """tokenizer_mode trust_remote_code hf_overrides model_impl skip_tokenizer_init
     logprobs_mode runner convert load_format download_dir safetensors_load_strategy max_parallel_loading_workers
     prefix_caching_hash_algo prefix_match_unit kv_cache_dtype kv_cache_dtype_skip_layers kv_offloading_size
     kv_offloading_backend cpu_offload_gb enforce_eager disable_sliding_window max_num_active_seqs
-    long_prefill_token_threshold async_scheduling stream_interval max_num_queued_reqs max_num_queued_tokens watermark
-    scheduler_reserve_full_isl prefill_schedule_interval scheduler_cls cudagraph_capture_sizes
+    long_prefill_token_threshold async_scheduling stream_interval watermark scheduler_reserve_full_isl
+    prefill_schedule_interval scheduler_cls cudagraph_capture_sizes
     max_cudagraph_capture_size compilation_config attention_backend attention_config pipeline_parallel_size
     data_parallel_size data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend
     enable_expert_parallel enable_eplb prefill_context_parallel_size decode_context_parallel_size
     distributed_executor_backend nnodes node_rank master_addr all2all_backend enable_dbo api_server_count
     quantization_config speculative_config spec_method spec_model spec_tokens enable_lora max_loras max_lora_rank
-    max_cpu_loras lora_modules lora_dtype fully_sharded_loras uds allowed_origins allowed_methods allowed_headers
-    allow_credentials ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh root_path
-    middleware chat_template_content_format default_chat_template_kwargs trust_request_chat_template response_role
-    enable_auto_tool_choice tool_call_parser tool_parser_plugin tool_strict_level reasoning_parser
-    reasoning_parser_plugin enable_prompt_tokens_details enable_force_include_usage enable_per_request_metrics
-    enable_request_id_headers sse_keep_alive_interval enable_server_load_tracking disable_fastapi_docs
+    max_cpu_loras lora_modules lora_dtype fully_sharded_loras ssl_ciphers enable_ssl_refresh
+    middleware tool_parser_plugin tool_strict_level reasoning_parser_plugin
     enable_tokenizer_info_endpoint fingerprint_mode h11_max_incomplete_event_size h11_max_header_count
-    disable_uvicorn_access_log disable_access_log_for_endpoints enable_log_requests enable_log_outputs
-    enable_log_deltas max_log_len aggregate_engine_logging log_level log_config_file log_error_stack
+    disable_access_log_for_endpoints enable_log_outputs enable_log_deltas aggregate_engine_logging
+    log_level log_config_file log_error_stack
     otlp_traces_endpoint collect_detailed_traces show_hidden_metrics_for_version kv_cache_metrics
     custom_histogram_buckets cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details jit_monitor_mode
-    profiler_config watchdog_config structured_outputs_config kv_transfer_config kv_events_config
+    profiler_config watchdog_config kv_transfer_config kv_events_config
     weight_transfer_config enable_sleep_mode logits_processors additional_config worker_extension_cls
     limit_mm_per_prompt allowed_local_media_path allowed_media_domains enable_prompt_embeds swap_space""".split()
 )
+
+
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""What counts of a generation config, and what `SamplingParams` calls it."""
+
+
+def sampling_defaults(generation: Mapping[str, object]) -> dict[str, object]:
+    """A generation config's sampling, under the names of `SamplingParams`."""
+    return {name: v for key, name in SAMPLING_DEFAULTS.items() if (v := generation.get(key)) is not None}
 
 
 def names_of(*classes: type) -> dict[str, dataclasses.Field[object]]:
@@ -240,6 +321,62 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(v, str) for v in found):
         raise ValueError(f"{name} must be a string or a list of strings (quote numbers in YAML), got {value!r}")
     return tuple(cast(list[str], found))
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    """Names, where a string may also hold several as a JSON list."""
+    found: list[str] = []
+    for word in _names(name, value):
+        listed: object = word
+        if word.startswith("["):
+            try:
+                listed = json.loads(word)
+            except ValueError:
+                raise ValueError(f"{name} must be a JSON list of strings, got {word!r}") from None
+        found += _names(name, listed)
+    return tuple(found)
+
+
+def _mapping(name: str, value: object) -> Mapping[str, object] | None:
+    """An object, or one written as JSON."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a JSON object, got {value!r}") from None
+    if found is None or _is_mapping(found):
+        return found
+    raise ValueError(f"{name} must be a JSON object, got {value!r}")
+
+
+def _generation_override(value: object) -> Mapping[str, object] | None:
+    name = "override_generation_config"
+    found = _mapping(name, value)
+    unknown = [key for key in found or () if key not in SAMPLING_DEFAULTS]
+    if unknown:
+        raise ValueError(f"{name} takes {', '.join(SAMPLING_DEFAULTS)}; {unknown[0]!r} is not among them")
+    try:
+        SamplingParams(**sampling_defaults(found or {}))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+_STRUCTURED = ("disable_any_whitespace", "disable_additional_properties", "enable_in_reasoning")
+
+
+def _structured(value: object) -> Mapping[str, object] | None:
+    name = "structured_outputs_config"
+    found = _mapping(name, value)
+    for key, setting in (found or {}).items():
+        if key == "backend":
+            _one_of(f"{name}.backend", setting, ("auto", "guidance"))
+        elif key not in _STRUCTURED:
+            raise ValueError(f"{name} has no {key!r}; known: backend, {', '.join(_STRUCTURED)}")
+        elif not isinstance(setting, bool):
+            raise ValueError(f"{name}.{key} must be true or false, got {setting!r}")
+    return found
 
 
 _UNITS = {

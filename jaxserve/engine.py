@@ -6,24 +6,34 @@ runs, from upper bounds, with no token known yet (see docs/design).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from jaxserve.grammar.compile import Grammar
+from jaxserve.grammar.constraint import Constraint, Thinking, TokenMasks, certain, fill
 from jaxserve.host.answers import Answer, Vocabulary
-from jaxserve.host.scheduler import Event, Scheduler
+from jaxserve.host.scheduler import Scheduler
 from jaxserve.host.sequence import Sequence
-from jaxserve.plan import StepPlan, StepResult
+from jaxserve.plan import Choice, Chunk, Scores, StepPlan, StepResult
 from jaxserve.types import EngineDead, FinishReason, InvalidRequest, Observer, Request, RequestOutput, StepStats
 
 
 class Flight(Protocol):
     """A launched step."""
+
+    def sample(self, choice: Choice | None = None) -> None:
+        """Launches what ends the step. Later steps may be launched after it."""
+        ...
 
     def read(self) -> StepResult:
         """Waits for the device."""
@@ -34,7 +44,7 @@ class Executor(Protocol):
     """The device half."""
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Starts a step and returns at once."""
+        """Starts a step, up to sampling, and returns at once."""
         ...
 
     def close(self) -> None: ...
@@ -55,6 +65,8 @@ class Bounds:
     """Longest `bad_words` entry, in tokens."""
     max_banned: int
     """How many token sequences `bad_words` may become."""
+    constrain_thinking: bool = False
+    """A request's constraint holds for its thinking too."""
     rope_length: Callable[[int], int] | None = None
     """With dynamic rope: the length that a prompt's keys are rotated for. Prompts of other lengths share no pages."""
 
@@ -64,6 +76,18 @@ class Bounds:
         if self.rope_length is None:
             return salt
         return f"{self.rope_length(len(request.prompt_ids))}/{salt}"
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What one call of `step` has taken in."""
+
+    answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
+    first: list[float] = field(default_factory=list[float])
+    """Seconds from arrival to first token."""
+    gaps: list[float] = field(default_factory=list[float])
+    now: float = 0.0
+    """On the monotonic clock; 0.0: nothing was read."""
 
 
 class Engine:
@@ -87,11 +111,15 @@ class Engine:
         self._observers = tuple(observers)
         self._flying: deque[tuple[StepPlan, Flight]] = deque()
         self._answers: dict[str, Answer] = {}
+        self._constraints: dict[int, Constraint] = {}
+        """By sequence number; whoever may say anything has none."""
         self._numbers = itertools.count()
         self._seeds = itertools.count(bounds.seed) if bounds.seed is not None else None
         self._seen = (0, 0, 0, 0, 0)
         self._failure: BaseException | None = None
         self._at_close: list[Callable[[], None]] = []
+        self._at_exit = functools.partial(_settle, self._flying)
+        atexit.register(self._at_exit)
         self.closed = False
 
     @property
@@ -107,8 +135,8 @@ class Engine:
         """
         _check(request, self.bounds)
 
-    def add(self, request: Request, banned: tuple[tuple[int, ...], ...] = ()) -> None:
-        """Takes a checked request in. `banned`: its bad words as token sequences."""
+    def add(self, request: Request, banned: tuple[tuple[int, ...], ...] = (), grammar: Grammar | None = None) -> None:
+        """Takes a checked request in, with its bad words as token sequences and its constraint, compiled."""
         if self._failure is not None:
             raise self._failure
         if request.id in self._answers:
@@ -132,6 +160,9 @@ class Engine:
         ]
         self._answers[request.id] = Answer(request, sequences, self._vocabulary)
         for s in sequences:
+            constraint = Constraint(grammar, self._thinking(request))
+            if not constraint.done:
+                self._constraints[s.number] = constraint
             self.scheduler.add(s)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -144,32 +175,27 @@ class Engine:
             return None
         for s in answer.sequences:
             self.scheduler.finish(s, "abort")
-        self._tell_finished(answer, time.monotonic(), "abort")
-        self._tell_step([], [])
+        self._forget(answer, time.monotonic(), "abort")
+        self._tell_step(_Taken())
         return answer.output()
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, if there is one, and reads the oldest one in flight, if it is time."""
         if self._failure is not None:
             raise self._failure
+        taken = _Taken()
         plan = self.scheduler.plan()
         if plan is not None:
-            self._flying.append((plan, self._launch(plan)))
-            self._note_admissions(plan)
-        if not self._flying or (plan is not None and len(self._flying) < self._depth):
-            return []
-        plan, flight = self._flying[0]
-        result = flight.read()
-        self._flying.popleft()
-        now = time.monotonic()
-        self._read_prompt_scores(plan, result)
-        touched, first, gaps = self._read_tokens(self.scheduler.commit(plan, result), result, now)
-        outputs = [answer.output() for answer in touched.values()]
-        for answer in touched.values():
+            self._start(plan, taken)
+        if self._flying and (plan is None or len(self._flying) >= self._depth):
+            self._land(taken)
+        outputs = [answer.output() for answer in taken.answers.values()]
+        for answer in taken.answers.values():
             if answer.finished:
                 del self._answers[answer.request.id]
-                self._tell_finished(answer, now, answer.sequences[0].finish_reason or "stop")
-        self._tell_step(first, gaps)
+                self._forget(answer, taken.now, answer.sequences[0].finish_reason or "stop")
+        if taken.now:
+            self._tell_step(taken)
         return outputs
 
     def close(self) -> None:
@@ -180,7 +206,8 @@ class Engine:
         self._failure = EngineDead("the engine is closed")
         for action in self._at_close:
             action()
-        self._flying.clear()
+        _settle(self._flying)
+        atexit.unregister(self._at_exit)
         self._answers.clear()
         self._executor.close()
 
@@ -192,13 +219,84 @@ class Engine:
         """The next step raises this. Safe from any thread."""
         self._failure = error
 
-    def _launch(self, plan: StepPlan) -> Flight:
-        """The scheduler counts on a plan that it made: one that cannot be launched is the end of the engine."""
+    def _start(self, plan: StepPlan, taken: _Taken) -> None:
+        """Launches a step. If it may not say just anything, the steps before it are read while it computes."""
         try:
-            return self._executor.launch(plan)
-        except BaseException as e:
+            flight = self._executor.launch(plan)
+            self._note_admissions(plan)
+            constrained = [at for at in range(plan.emitting) if plan.chunks[at].sequence in self._constraints]
+            while constrained and self._flying:
+                self._land(taken)
+            flight.sample(self._choose(plan, taken) if constrained else None)
+        except BaseException as e:  # the scheduler counts on a plan that it made: this is the end of the engine
             self.fail(e)
             raise
+        self._flying.append((plan, flight))
+
+    def _choose(self, plan: StepPlan, taken: _Taken) -> Choice:
+        """What the chunks of a step may say; every token before them has been read.
+
+        Where only one token may follow it is taken in at once, and so on after it: they are computed together in the
+        next step. Not where log probabilities are wanted, which only sampling gives.
+        """
+        masks = np.full((plan.emitting, -(-self.bounds.vocab // 32)), -1, np.int32)
+        settled: set[int] = set()
+        bound: list[tuple[int, Sequence, Constraint]] = []
+        for at, chunk in enumerate(plan.chunks[: plan.emitting]):
+            s = self.scheduler.sequence(chunk.sequence)
+            if s is None or s.finish_reason is not None or s.epoch != chunk.epoch:
+                settled.add(at)
+            elif s.number in self._constraints:
+                bound.append((at, s, self._constraints[s.number]))
+        fill([(at, constraint) for at, _, constraint in bound], masks)
+        for at, s, constraint in bound:
+            if _may_jump(s, plan.chunks[at]) and self._jump(s, constraint, masks, at, taken):
+                settled.add(at)
+        return Choice(masks, frozenset(settled))
+
+    def _jump(self, s: Sequence, constraint: Constraint, masks: TokenMasks, at: int, taken: _Taken) -> bool:
+        """Takes in the tokens that are certain; whether there were any."""
+        jumped = False
+        while s.finish_reason is None and (token := certain(masks, at)) is not None:
+            jumped = True
+            self.scheduler.force(s, token)
+            self._take(s, token, 0, None, taken)
+            masks[at] = -1
+            constraint.fill(masks, at)
+        return jumped
+
+    def _land(self, taken: _Taken) -> None:
+        """Reads the oldest step in flight."""
+        plan, flight = self._flying[0]
+        result = flight.read()
+        self._flying.popleft()
+        taken.now = time.monotonic()
+        self._read_prompt_scores(plan, result)
+        for event in self.scheduler.commit(plan, result):
+            self._take(event.sequence, event.token, event.at, result.scores, taken)
+
+    def _take(self, s: Sequence, token: int, at: int, scores: Scores | None, taken: _Taken) -> None:
+        """Gives a committed token to its answer; a stop string in its text ends the sequence."""
+        answer = taken.answers[s.request.id] = self._answers[s.request.id]
+        constraint = self._constraints.get(s.number)
+        if constraint is not None and not constraint.accept(token):
+            self._end(s, "error", "structured_outputs: nothing that may follow was left to say")
+            return
+        taken.now = taken.now or time.monotonic()
+        fresh = not answer.times.first_token
+        piece, gap = answer.take(s.index, token, at, scores, taken.now)
+        if fresh:
+            taken.first.append(taken.now - s.request.arrival)
+        elif gap:
+            taken.gaps.append(gap)
+        if piece.stop is not None:
+            self._end(s, "stop", piece.stop)
+
+    def _end(self, s: Sequence, reason: FinishReason, why: str) -> None:
+        if s.finish_reason is None:
+            self.scheduler.finish(s, reason, why)
+        else:
+            s.finish_reason, s.stop_reason = reason, why
 
     def _note_admissions(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -213,32 +311,15 @@ class Engine:
             if s is not None and s.finish_reason is None and chunk.epoch == s.epoch:
                 self._answers[s.request.id].scored(chunk.start, chunk.targets, scores)
 
-    def _read_tokens(
-        self, events: Seq[Event], result: StepResult, now: float
-    ) -> tuple[dict[str, Answer], list[float], list[float]]:
-        """Gives committed tokens to their answers; a stop string in their text ends the sequence."""
-        touched: dict[str, Answer] = {}
-        first: list[float] = []
-        gaps: list[float] = []
-        for event in events:
-            s = event.sequence
-            answer = self._answers[s.request.id]
-            touched[s.request.id] = answer
-            fresh = not answer.times.first_token
-            piece, gap = answer.take(s.index, event.token, event.at, result.scores, now)
-            if fresh:
-                first.append(now - s.request.arrival)
-            elif gap:
-                gaps.append(gap)
-            if piece.stop is not None:
-                self._stop(s, piece.stop)
-        return touched, first, gaps
-
-    def _stop(self, s: Sequence, text: str) -> None:
-        if s.finish_reason is None:
-            self.scheduler.finish(s, "stop", text)
-        else:
-            s.finish_reason, s.stop_reason = "stop", text
+    def _thinking(self, request: Request) -> Thinking | None:
+        """The time before a request's constraint begins, if there is one and it matters."""
+        p, end = request.params, request.thinking_end
+        if end is None or (p.structured_outputs is None and p.thinking_token_budget is None):
+            return None
+        if p.structured_outputs is not None and self.bounds.constrain_thinking:
+            return None
+        words = self._vocabulary
+        return Thinking(end, tuple(words.encode(end, False)), words.token_bytes, p.thinking_token_budget)
 
     def _seed(self, given: int | None) -> int:
         if given is not None:
@@ -247,11 +328,13 @@ class Engine:
             return next(self._seeds) * 0xD1342543DE82EF95 % 2**64
         return int.from_bytes(os.urandom(8), "little")
 
-    def _tell_finished(self, answer: Answer, now: float, reason: FinishReason) -> None:
+    def _forget(self, answer: Answer, now: float, reason: FinishReason) -> None:
+        for s in answer.sequences:
+            self._constraints.pop(s.number, None)
         for observer in self._observers:
             observer.on_finish(answer.stats(now, reason))
 
-    def _tell_step(self, first: list[float], gaps: list[float]) -> None:
+    def _tell_step(self, taken: _Taken) -> None:
         if not self._observers:
             return
         c = self.scheduler.counts
@@ -272,11 +355,24 @@ class Engine:
             prefix_queries=queries,
             prefix_hits=hits,
             preemptions=preemptions,
-            first_token_seconds=tuple(first),
-            inter_token_seconds=tuple(gaps),
+            first_token_seconds=tuple(taken.first),
+            inter_token_seconds=tuple(taken.gaps),
         )
         for observer in self._observers:
             observer.on_step(stats)
+
+
+def _settle(flying: deque[tuple[StepPlan, Flight]]) -> None:
+    """Waits for steps whose results nobody wants: a process that ends under a device at work is aborted."""
+    while flying:
+        with contextlib.suppress(Exception):
+            flying.popleft()[1].read()
+
+
+def _may_jump(s: Sequence, chunk: Chunk) -> bool:
+    """Whether tokens of `s` that are certain need not be sampled: nobody asks what the model thinks of them."""
+    p = s.request.params
+    return p.logprobs is None and not chunk.targets and p.allowed_token_ids is None and not s.banned
 
 
 def _check(request: Request, b: Bounds) -> None:
@@ -288,6 +384,10 @@ def _check(request: Request, b: Bounds) -> None:
             f"prompt has {count} tokens, but the context length is {b.max_model_len}, and one token at least must be "
             "left for the answer; shorten the prompt or raise --max-model-len",
             "prompt",
+        )
+    if p.thinking_token_budget is not None and request.thinking_end is None:
+        raise InvalidRequest(
+            "thinking_token_budget needs a model that thinks, and a --reasoning-parser", "thinking_token_budget"
         )
     if request.priority and not b.priorities:
         raise InvalidRequest("priority needs --scheduling-policy priority", "priority")

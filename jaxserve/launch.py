@@ -22,7 +22,7 @@ from flax import nnx
 from jax._src import xla_bridge  # the public API cannot tell whether the backend has started
 from jax.sharding import Mesh
 
-from jaxserve.config import EngineConfig, cache_dir
+from jaxserve.config import EngineConfig, cache_dir, sampling_defaults
 from jaxserve.device import memory
 from jaxserve.device import mesh as meshes
 from jaxserve.device import programs as programlib
@@ -31,6 +31,7 @@ from jaxserve.device.programs import Buckets, Shapes
 from jaxserve.device.rows import BANNED, BANNED_TOKENS, RowShape
 from jaxserve.device.step import StepShape, Work
 from jaxserve.engine import Bounds, Engine
+from jaxserve.grammar.compile import Compiler
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.layers.attention import TILE
 from jaxserve.models import registry
@@ -58,6 +59,7 @@ class Launched:
     engine: Engine
     executor: Executor
     tokenizer: Tokenizer
+    grammars: Compiler
     model: nnx.Module
     """With the engine's own arrays in it: one copy of the weights."""
     config: EngineConfig
@@ -83,37 +85,37 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
     path = source.resolve(config.model, config.revision)
     checkpoint = source.open_checkpoint(path)
     with ThreadPoolExecutor(2, thread_name_prefix="launch") as pool:
-        tokenizer_ready = pool.submit(_tokenizer, config, path)
         model = _Model.of(config, checkpoint)
+        words_ready = pool.submit(_words, config, path, checkpoint, model.config.vocab)
         config, shapes = _sized(_resolve(config, model), model, own_process)
         loaded = pool.submit(_load, model, checkpoint, tell)
         compiled = programlib.compile_all(shapes, options=_options(model.mesh), progress=_compiling(tell))
         module = loaded.result()
-        tokenizer = tokenizer_ready.result()
+        words = words_ready.result()
     config = dataclasses.replace(config, num_pages=shapes.step.pages[0])
     leaves = jax.tree.leaves(module)
     executor = Executor(shapes, compiled, leaves)
     tell("warming up", 1.0)
-    recommended = _generation_config(config, checkpoint)
-    eos = _eos(recommended or checkpoint.generation_config, checkpoint, tokenizer)
     engine = Engine(
         Scheduler(_limits(config, shapes, model)),
         executor,
-        tokenizer,
-        _bounds(config, model, eos),
+        words.tokenizer,
+        _bounds(config, model, words.eos),
         depth=config.steps_in_flight,
         observers=observers,
     )
+    engine.at_close(words.grammars.close)
     executor.rehearse(largest=model.on_gpu)
     _watch_compiles(config, engine, observers)
     log.debug("%s is ready after %.1f s", config.model, time.monotonic() - began)
     return Launched(
         engine=engine,
         executor=executor,
-        tokenizer=tokenizer,
+        tokenizer=words.tokenizer,
+        grammars=words.grammars,
         model=module,
         config=config,
-        default_params=_default_params(recommended),
+        default_params=sampling_defaults({**words.recommended, **(config.override_generation_config or {})}),
         architecture=model.config.architecture,
     )
 
@@ -350,6 +352,7 @@ def _bounds(config: EngineConfig, model: _Model, eos: tuple[int, ...]) -> Bounds
         seed=config.seed,
         max_bad_tokens=BANNED_TOKENS,
         max_banned=BANNED,
+        constrain_thinking=bool((config.structured_outputs_config or {}).get("enable_in_reasoning")),
         rope_length=None if model.config.rope.stretch is None else model.config.rope.stretch.length_of,
     )
 
@@ -368,13 +371,35 @@ def _compiling(tell: Progress) -> programlib.Progress:
     return lambda what, done, total: tell(what, done / total)
 
 
-def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
+@dataclass(frozen=True)
+class _Words:
+    """All that concerns text."""
+
+    tokenizer: Tokenizer
+    grammars: Compiler
+    eos: tuple[int, ...]
+    recommended: Mapping[str, object]
+    """The generation config that counts."""
+
+
+def _words(config: EngineConfig, path: Path, checkpoint: Checkpoint, vocab: int) -> _Words:
     if config.tokenizer is not None:
         path = source.resolve_tokenizer(config.tokenizer, config.revision if config.tokenizer == config.model else None)
-    return Tokenizer.load(path, chat_template=config.chat_template)
+    tokenizer = Tokenizer.load(path, chat_template=config.chat_template)
+    recommended = generation_config(config, checkpoint)
+    eos = end_tokens(recommended, checkpoint, tokenizer.eos_token_id)
+    options = config.structured_outputs_config or {}
+    grammars = Compiler(
+        tokenizer.definition(),
+        vocab,
+        eos,
+        disable_any_whitespace=bool(options.get("disable_any_whitespace")),
+        disable_additional_properties=bool(options.get("disable_additional_properties")),
+    )
+    return _Words(tokenizer, grammars, eos, recommended)
 
 
-def _generation_config(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, object]:
+def generation_config(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, object]:
     """What the model's authors recommend, or what the caller put in its place."""
     if config.generation_config == "vllm":
         return {}
@@ -383,25 +408,15 @@ def _generation_config(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[
     return source.generation_config(config.generation_config)
 
 
-def _eos(generation: Mapping[str, object], checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The generation config's list, else the config's, else the tokenizer's."""
-    for found in (generation.get("eos_token_id"), checkpoint.config.get("eos_token_id")):
+def end_tokens(generation: Mapping[str, object], checkpoint: Checkpoint, tokenizer_end: int | None) -> tuple[int, ...]:
+    """The chosen generation config's list, else the checkpoint's, else its config's, else the tokenizer's."""
+    for told in (generation, checkpoint.generation_config, checkpoint.config):
+        found = told.get("eos_token_id")
         if isinstance(found, int):
             return (found,)
         if isinstance(found, list | tuple) and found:
             return tuple(int(token) for token in found)
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-
-
-def _default_params(found: Mapping[str, object]) -> dict[str, object]:
-    """A generation config's sampling, under the names of `SamplingParams`."""
-    named = {k: v for k in _SAMPLING if (v := found.get(k)) is not None}
-    if "max_new_tokens" in named:
-        named["max_tokens"] = named.pop("max_new_tokens")
-    return named
+    return () if tokenizer_end is None else (tokenizer_end,)
 
 
 class _CompileWatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,13 +14,25 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
+from jaxserve.beam import Beam, BeamSearch, BeamSearchOutput, BeamSearchSequence, ask, check_width, next_logprobs
 from jaxserve.config import EngineConfig, ServerConfig, check_names, names_of, read_yaml, split
+from jaxserve.deltas import Deltas
+from jaxserve.grammar.compile import Grammar
 from jaxserve.launch import Launched, Progress, launch
 from jaxserve.prompts import Prompt, TokensPrompt, bad_word_tokens, tokens_of
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import Observer, Request, RequestOutput, SamplingParams
+from jaxserve.types import BeamSearchParams, Observer, Request, RequestOutput, SamplingParams
 
 Messages = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A request that the engine can take."""
+
+    request: Request
+    banned: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
 
 
 class LLM:
@@ -87,20 +100,21 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        thinking_end: str | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts, computed together.
 
-        A prompt is a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
+        A prompt is a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. With `thinking_end`
+        the answers begin by thinking, which this text ends: structured outputs and thinking budgets go by it.
 
         Raises:
             ValueError: a prompt or a parameter cannot be served; nothing has been computed then.
         """
-        many = _is_many(prompts)
-        listed: list[Prompt] = list(prompts) if many else [prompts]  # type: ignore[arg-type, list-item]
+        listed = _listed(prompts)
         if priority is not None and len(priority) != len(listed):
             raise ValueError(f"priority has {len(priority)} entries for {len(listed)} prompts")
         requests = [
-            self._request(prompt, params, 0 if priority is None else priority[i])
+            self._request(prompt, params, 0 if priority is None else priority[i], thinking_end)
             for i, (prompt, params) in enumerate(zip(listed, self._params(sampling_params, len(listed)), strict=True))
         ]
         return self._run(requests, use_tqdm)
@@ -114,7 +128,9 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        thinking_end: str | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, through the model's chat template."""
         first = messages[0] if messages else {}
@@ -125,12 +141,34 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 kwargs=chat_template_kwargs,
             )
             for one in conversations
         ]
         tokens = [TokensPrompt(prompt=text, prompt_token_ids=self.tokenizer.encode(text, False)) for text in prompts]
-        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm, thinking_end=thinking_end)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, best first, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or a parameter cannot be served; nothing has been computed then.
+        """
+        bounds = self._engine.bounds
+        check_width(params, bounds.max_logprobs)
+        one = ask(params)
+        prompt_ids = [self._request(prompt, one).request.prompt_ids for prompt in _listed(prompts)]
+        searches = [BeamSearch(ids, params, bounds.eos, bounds.max_model_len - len(ids)) for ids in prompt_ids]
+        with tqdm(total=params.max_tokens, desc="beam search", disable=not use_tqdm) as bar:
+            while texts := {search: found for search in searches if (found := search.texts())}:
+                answers = iter(self._run([self._request(t, one) for found in texts.values() for t in found], False))
+                for search, found in texts.items():
+                    search.advance([next_logprobs(next(answers)) for _ in found])
+                bar.update()
+        return [BeamSearchOutput([self._sequence(search, beam) for beam in search.beams()]) for search in searches]
 
     def close(self) -> None:
         """Frees the device memory; the object is of no use afterwards."""
@@ -154,36 +192,53 @@ class LLM:
         return list(given)
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, priority: int
-    ) -> tuple[Request, tuple[tuple[int, ...], ...]]:
+        self, prompt: Prompt, params: SamplingParams, priority: int = 0, thinking_end: str | None = None
+    ) -> _Ready:
         text, ids = tokens_of(prompt, self.tokenizer)
-        request = Request(str(next(self._ids)), ids, params, text, priority, arrival=time.monotonic())
+        number = str(next(self._ids))
+        request = Request(number, ids, params, text, priority, arrival=time.monotonic(), thinking_end=thinking_end)
         self._engine.check(request)
-        return request, bad_word_tokens(params, self.tokenizer, self._engine.bounds)
+        asked = params.structured_outputs
+        return _Ready(
+            request,
+            bad_word_tokens(params, self.tokenizer, self._engine.bounds),
+            None if asked is None else self._launched.grammars.submit(asked).result(),
+        )
 
-    def _run(self, requests: list[tuple[Request, tuple[tuple[int, ...], ...]]], show: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _sequence(self, search: BeamSearch, beam: Beam) -> BeamSearchSequence:
+        count = len(beam.tokens) - (beam.ended and not search.params.include_stop_str_in_output)
+        tokens = [*search.prompt, *beam.tokens[:count]]
+        return BeamSearchSequence(
+            tokens=tokens,
+            text=self.tokenizer.decode(tokens, skip_special_tokens=False),
+            cum_logprob=beam.cum_logprob,
+            logprobs=list(beam.logprobs[:count]),
+            finish_reason=beam.finish_reason,
+        )
+
+    def _run(self, requests: list[_Ready], show: bool) -> list[RequestOutput]:
+        done = {ready.request.id: Deltas() for ready in requests}
         try:
-            for request, banned in requests:
-                self._engine.add(request, banned)
+            for ready in requests:
+                self._engine.add(ready.request, ready.banned, ready.grammar)
             with tqdm(total=len(requests), desc="requests", disable=not show) as bar:
-                while len(done) < len(requests) or not all(out.finished for out in done.values()):
+                unfinished = len(requests)
+                while unfinished:
                     for new in self._engine.step():
-                        old = done.get(new.request_id)
-                        done[new.request_id] = new if old is None else old.joined(new)
+                        done[new.request_id].add(new)
+                        unfinished -= new.finished
                         bar.update(new.finished)
         except BaseException:
-            for request, _ in requests:
-                self._engine.abort(request.id)
+            for ready in requests:
+                self._engine.abort(ready.request.id)
             raise
-        return [done[request.id] for request, _ in requests]
+        return [deltas.whole() for deltas in done.values()]
 
 
-def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A list of token ids is one prompt."""
-    if isinstance(prompts, str | dict):
-        return False
-    return not (prompts and isinstance(prompts[0], int))
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one; a list of token ids is one prompt."""
+    one = isinstance(prompts, str | dict) or bool(prompts and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)  # type: ignore[arg-type, list-item]
 
 
 def _bar() -> Progress:

@@ -34,7 +34,7 @@ class Chunk:
     emit: bool
     """The chunk reaches the last known token, so that a new one is sampled."""
     ids: Sequence[int] = ()
-    """The tokens, where the host knows them; empty: the device's table holds them."""
+    """The tokens, where the host knows them first; empty: the device's table holds them."""
     targets: Sequence[int] = ()
     """Prompt tokens whose log probability is wanted: the ones that follow the chunk's first len(targets) tokens."""
 
@@ -46,8 +46,6 @@ class Admission:
     sequence: int
     row: int
     prompt_len: int
-    total: int
-    """Tokens known: the prompt, and after a preemption what was generated before."""
     cached: Sequence[int]
     pages: tuple[tuple[int, ...], ...]
     params: SamplingParams
@@ -81,6 +79,16 @@ class StepPlan:
     """Sum of the chunks' counts."""
     emitting: int
     """How many chunks emit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is known only when a step is already at work: what its emitting chunks may say."""
+
+    masks: np.ndarray
+    """i32[emitting, W]: token v is bit v % 32 of word v // 32."""
+    settled: frozenset[int]
+    """Places of chunks whose token is known or not wanted any more: nothing is sampled for them."""
 
 
 @dataclass(frozen=True, slots=True)

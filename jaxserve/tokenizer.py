@@ -46,6 +46,7 @@ class Pretrained(Protocol):
     chat_template: str | dict[str, str] | None
     bos_token_id: int | None
     eos_token_id: int | None
+    special_tokens_map: Mapping[str, object]
 
     def apply_chat_template(self, conversation: list[dict[str, object]], **kwargs: object) -> str: ...
 
@@ -102,7 +103,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
-        documents: Sequence[Mapping[str, str]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for a conversation. `kwargs`: more variables for the template. `chat_template`: text, not a file.
@@ -140,7 +141,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
-        documents: Sequence[Mapping[str, str]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
@@ -159,8 +160,23 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template in use; where a model has several, the default one."""
+        return self.template_for(tools=False)
+
+    def template_for(self, *, tools: bool) -> str | None:
+        """The template for a conversation with or without tools; most models have one for both."""
         template = self._fast.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        if not isinstance(template, dict):
+            return template
+        return (template.get("tool_use") if tools else None) or template.get("default")
+
+    @property
+    def template_variables(self) -> Mapping[str, object]:
+        """What every chat template may use besides the conversation: `bos_token` and the like."""
+        return self._fast.special_tokens_map
+
+    def definition(self) -> str:
+        """The whole tokenizer in the tokenizers library's JSON."""
+        return self._backend.to_str()
 
     @cached_property
     def vocab_size(self) -> int:

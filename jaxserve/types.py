@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import UnionType
 from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -18,6 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
+MAX_LENGTH_PENALTY = 10
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
@@ -27,6 +29,10 @@ class OutputKind(enum.Enum):
     CUMULATIVE = "cumulative"
     DELTA = "delta"
     FINAL_ONLY = "final_only"
+
+
+Constrained = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
+CONSTRAINTS: tuple[Constrained, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +65,35 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False) or self._is_schema(name)]
+        given = self._given()
         if len(given) != 1:
             got = ", ".join(given) or "none"
             raise ValueError(f"structured_outputs takes exactly one of {', '.join(CONSTRAINTS)}, got {got}")
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
-            value = getattr(self, name)
-            _check(value is None or isinstance(value, str), f"structured_outputs.{name}", "must be a string", value)
+            self._check_type(name, str | None, "must be a string")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            value = getattr(self, name)
-            _check(isinstance(value, bool), f"structured_outputs.{name}", "must be true or false", value)
-        schema: object = self.json
-        _check(
-            schema is None or isinstance(schema, str | bool | Mapping),
-            "structured_outputs.json",
-            "must be a schema",
-            schema,
-        )
+            self._check_type(name, bool, "must be true or false")
+        self._check_type("json_object", bool | None, "must be true or false")
+        self._check_type("json", str | bool | Mapping | None, "must be a JSON Schema")
         if self.choice is not None:
             _check_list("structured_outputs.choice", self.choice)
-            choice: Sequence[object] = self.choice
-            _check(bool(choice), "structured_outputs.choice", "must not be empty", choice)
-            for text in choice:
-                _check(isinstance(text, str), "structured_outputs.choice", "must hold strings", text)
-            object.__setattr__(self, "choice", tuple(choice))
+            _check(bool(self.choice), "structured_outputs.choice", "must not be empty", self.choice)
+            for text in self.choice:
+                _check(type(text) is str, "structured_outputs.choice", "must hold strings", text)
+            object.__setattr__(self, "choice", tuple(self.choice))
 
-    def _is_schema(self, name: str) -> bool:
-        """False is a schema too: nothing is valid."""
-        return name == "json" and self.json is False
+    @property
+    def kind(self) -> Constrained:
+        """Which of the six is given."""
+        return self._given()[0]
 
+    def _given(self) -> list[Constrained]:
+        values: dict[Constrained, object] = {name: getattr(self, name) for name in CONSTRAINTS}
+        return [name for name, v in values.items() if v is not None and (v is not False or name == "json")]
 
-CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    def _check_type(self, name: str, kind: type | UnionType, rule: str) -> None:
+        value = getattr(self, name)
+        _check(isinstance(value, kind), f"structured_outputs.{name}", rule, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +192,8 @@ class SamplingParams:
             _check(value is None or value >= -1, name, "must be -1 (all) or at least 0", value)
 
     def _check_lists(self) -> None:
-        wanted: object = self.structured_outputs
-        known = wanted is None or isinstance(wanted, StructuredOutputsParams)
+        wanted = self.structured_outputs
+        known = wanted is None or type(wanted) is StructuredOutputsParams
         _check(known, "structured_outputs", "must be StructuredOutputsParams", wanted)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
@@ -211,6 +215,37 @@ class SamplingParams:
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed, checked again."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search for the likeliest answers. Names and defaults are vLLM's.
+
+    A beam is ranked by its log probability / length**length_penalty, where the length is that of the answer. The log
+    probabilities are the model's own, as at `temperature` 1; 0, vLLM's default, means the same.
+
+    Raises:
+        ValueError: a field is out of range; the message begins with the field's name.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            _check(_int(name, getattr(self, name)) >= 1, name, "must be at least 1", getattr(self, name))
+        _check(self.beam_width <= MAX_N, "beam_width", f"must be at most {MAX_N}", self.beam_width)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check(isinstance(getattr(self, name), bool), name, "must be true or false", getattr(self, name))
+        plain = _number("temperature", self.temperature) in (0, 1)
+        _check(plain, "temperature", "must be 0 or 1 in a beam search, which does not sample", self.temperature)
+        fits = -MAX_LENGTH_PENALTY <= _number("length_penalty", self.length_penalty) <= MAX_LENGTH_PENALTY
+        rule = f"must be in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}]"
+        _check(fits, "length_penalty", rule, self.length_penalty)
 
 
 def _check(ok: bool, name: str, rule: str, value: object) -> None:
@@ -283,19 +318,6 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def joined(self, later: CompletionOutput) -> CompletionOutput:
-        """This delta followed by a `later` delta of the same choice."""
-        logprobs = later.logprobs if self.logprobs is None else self.logprobs + (later.logprobs or ())
-        return CompletionOutput(
-            index=self.index,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            cumulative_logprob=later.cumulative_logprob,
-            logprobs=logprobs,
-            finish_reason=later.finish_reason,
-            stop_reason=later.stop_reason,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
@@ -321,17 +343,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
     metrics: RequestTimes = field(default_factory=RequestTimes)
-
-    def joined(self, later: RequestOutput) -> RequestOutput:
-        """This delta followed by a `later` delta of the same request."""
-        mine = {o.index: o for o in self.outputs}
-        for new in later.outputs:
-            mine[new.index] = mine[new.index].joined(new) if new.index in mine else new
-        return replace(
-            later,
-            outputs=tuple(mine[i] for i in sorted(mine)),
-            prompt_logprobs=self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""API keys: who may ask. Every path is closed without one, but for the two that machines poll."""
+"""API keys: who may ask. Every path is closed without one, but for those that machines poll."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError, error_response
 
-OPEN_PATHS = frozenset(("/health", "/metrics"))
-
 
 class ApiKeys:
     """ASGI middleware. Keys are compared as bytes, by digest and in constant time, all of them every time."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str]) -> None:
+        """`open_paths` need no key, spelled exactly so."""
         self._app = app
+        self._open = open_paths
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        closed = scope["type"] == "http" and bool(self._digests) and scope["path"] not in OPEN_PATHS
+        closed = scope["type"] == "http" and bool(self._digests) and scope["path"] not in self._open
         if closed and not self._knows(_token(scope)):
             await error_response(_REFUSED)(scope, receive, send)
             return

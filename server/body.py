@@ -16,6 +16,9 @@ from server.service import Service
 
 MAX_BODY = 32 * 1024 * 1024
 """Bytes."""
+MAX_BRACKETS = 250_000
+MAX_COMMAS = 2_000_000
+"""More lists, objects or values than any request needs; decoding them would hold up everybody else for seconds."""
 
 type Harmless = tuple[object, ...]
 """Values of a field, besides null, that ask for what is done anyway."""
@@ -39,6 +42,8 @@ async def read[T: msgspec.Struct](
     """
     _check_type(request)
     body = await _bytes(request)
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_COMMAS:
+        raise bad_request(f"the body holds more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas")
     try:
         fields = _fields_of.decode(body)
         found = msgspec.json.decode(body, type=record)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
 
 from jaxserve.config import NOT_SERVED, EngineConfig, ServerConfig, read_yaml, split
+from server.openai.dialect import check_parsers
 
 KEY_VARIABLES = ("JAXSERVE_API_KEY", "VLLM_API_KEY")
 _SHORT_OF_VLLM = {
@@ -61,6 +62,7 @@ def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[En
         options = (read_yaml(str(file)) if file is not None else {}) | given
         options.setdefault("api_key", _keys_of_environment())
         engine, server = split(options)
+        check_parsers(server)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     if any(not key.strip() for key in server.api_key):
@@ -97,6 +99,8 @@ def _help(option: Field[object]) -> str:
     shown = option.default
     if isinstance(shown, bool):
         shown = "on" if shown else "off"
+    elif isinstance(shown, tuple):
+        shown = " ".join(typing.cast(tuple[str, ...], shown))
     return f"{text} (default: {shown})"
 
 

@@ -16,10 +16,11 @@ _SCOPE_KEY = "jaxserve.request_id"
 
 
 class RequestIds:
-    """ASGI middleware: every answer carries the request's `X-Request-Id`, or a new one."""
+    """ASGI middleware: every answer carries the request's `X-Request-Id`, or a new one, unless it is not `shown`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, shown: bool = True) -> None:
         self._app = app
+        self._shown = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +36,7 @@ class RequestIds:
                 MutableHeaders(scope=message).setdefault("x-request-id", found)
             await send(message)
 
-        await self._app(scope, receive, named)
+        await self._app(scope, receive, named if self._shown else send)
 
 
 def response_id(prefix: str, request: Request, asked: str | None) -> str:

@@ -33,8 +33,8 @@ async def race[T](work: Coroutine[object, object, T], receive: Receive, stopping
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         raise ClientGone
     finally:
-        await _cancel(task)
-        await _cancel(gone)
+        await cancel(task)
+        await cancel(gone)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -42,7 +42,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(task: asyncio.Task[object]) -> None:
+async def cancel(task: asyncio.Task[object]) -> None:
     """Cancels and waits, so that what the task held is free afterwards."""
     if not task.done():
         task.cancel()

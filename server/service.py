@@ -15,9 +15,12 @@ from typing import Protocol
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.types import RequestOutput, SamplingParams
 from server.errors import ApiError
+from server.limits import QueueLimits
+from server.template_process import TemplateProcess
 
 log = logging.getLogger("jaxserve.server")
 
+MAX_PROMPTS_LOGGED = 20
 MAX_NAMES_LOGGED = 500
 """Unknown request fields that are remembered as logged."""
 
@@ -37,6 +40,10 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
     @property
     def max_chars_per_token(self) -> int: ...
+    @property
+    def template_variables(self) -> Mapping[str, object]: ...
+
+    def template_for(self, *, tools: bool) -> str | None: ...
 
     def apply_chat_template(
         self,
@@ -44,6 +51,8 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Raises ValueError: there is no template, or it refuses the messages."""
@@ -62,6 +71,8 @@ class Engine(Protocol):
     @property
     def max_logprobs(self) -> int: ...
     @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
     def default_params(self) -> Mapping[str, object]: ...
     @property
     def dead(self) -> BaseException | None: ...
@@ -76,6 +87,10 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         thinking_end: str | None = None,
     ) -> AsyncGenerator[RequestOutput]: ...
+
+    def waiting_with(self, sequences: int, tokens: int) -> tuple[int, int]:
+        """Sequences, and tokens of their prompts, that would wait for a row if so many came now."""
+        ...
 
     def close(self) -> None: ...
 
@@ -93,6 +108,10 @@ class Service:
         """Share of the stage that is done, 0..1."""
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
+        self.limits = QueueLimits(server)
+        self.templates = TemplateProcess()
+        self.answering = 0
+        """HTTP requests that wait for an answer, or for the rest of one; counted only where /load shows it."""
         self._stopping: asyncio.Future[None] | None = None
         self._logged: set[str] = set()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
@@ -134,6 +153,31 @@ class Service:
         """Ends the running requests with an error."""
         if not self.stopping.done():
             self.stopping.set_result(None)
+
+    def admit(self, request_id: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        """Lets a checked request through to the engine, which must be given all of its prompts at once.
+
+        Raises:
+            ApiError: 503, too much waits already.
+        """
+        engine = self.ready()
+        sizes = [(own.n, own.n * len(prompt)) for prompt, own in zip(prompts, params, strict=True)]
+        self.limits.admit(engine.waiting_with, sizes)
+        if self.server.enable_log_requests:
+            log.info(
+                "request %r: prompts of %s tokens%s, %.2000s",
+                request_id,
+                ", ".join(str(len(prompt)) for prompt in prompts[:MAX_PROMPTS_LOGGED]),
+                self._shown(prompts[0]),
+                params[0],
+            )
+
+    def _shown(self, prompt: Sequence[int]) -> str:
+        """The beginning of a prompt for the log, as text, if the log may hold prompts."""
+        most = self.server.max_log_len
+        if not most:
+            return ""
+        return f" {self.ready().tokenizer.decode(prompt[:most], skip_special_tokens=False)[:most]!r}"
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries.

@@ -12,6 +12,8 @@ import os
 import shutil
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
 import time
@@ -78,11 +80,11 @@ def serve(config: EngineConfig, server: ServerConfig, start: Start = start_engin
     )
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     try:
-        listener = bind(server.host, server.port)
+        listener = bind_unix(server.uds) if server.uds else bind(server.host, server.port)
     except OSError as error:
         print(f"error: {_why_not_bound(error, server)}", file=sys.stderr)
         return 1
-    if server.host in ("0.0.0.0", "::", "") and not server.api_key:
+    if server.host in ("0.0.0.0", "::", "") and not server.api_key and not server.uds:
         log.warning(
             "listening on every network interface without an API key: anyone who reaches this machine may use it"
         )
@@ -117,7 +119,33 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: str) -> socket.socket:
+    """A listening Unix socket; one that a server before has left there is replaced.
+
+    Raises:
+        OSError: the path cannot be used, or somebody listens there.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as caller:
+        return caller.connect_ex(path) == 0
+
+
 def _why_not_bound(error: OSError, server: ServerConfig) -> str:
+    if server.uds:
+        return f"cannot listen on {server.uds}: {error}"
     if error.errno == errno.EADDRINUSE:
         return f"port {server.port} is in use; stop what listens there, or choose another one with --port"
     if error.errno == errno.EACCES:
@@ -142,12 +170,18 @@ class Run:
         self._metrics = Metrics(self._service.names[0], server.metrics_prefix)
         self._line = LogLine()
         self._terminal = terminal
-        self._url = _reachable_url(listener)
+        self._service.limits.on_refusal = self._metrics.on_refusal
+        self._url = _reachable_url(listener, "https" if server.ssl_certfile else "http")
         self.loading = False
         """The loading thread is at work."""
 
     def until_end(self) -> int:
         http = _Http(self._http_config(), self._service, self._server.shutdown_timeout)
+        try:
+            http.config.load()
+        except OSError as error:
+            print(f"error: the TLS key or certificate cannot be used: {error}", file=sys.stderr)
+            return 1
         with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
             code = runner.run(self._life(http))
         if self._service.engine is not None:
@@ -169,7 +203,8 @@ class Run:
         return 1 if self._service.dead is not None else 0
 
     def _http_config(self) -> uvicorn.Config:
-        level = self._server.uvicorn_log_level
+        options = self._server
+        level = options.uvicorn_log_level
         logging.getLogger("uvicorn").setLevel(level.upper())
         return uvicorn.Config(
             build_app(self._service, self._metrics.registry()),
@@ -177,10 +212,14 @@ class Run:
             ws="none",
             log_config=None,
             log_level=level,
-            access_log=level in ("info", "debug"),
+            access_log=level in ("info", "debug") and not options.disable_uvicorn_access_log,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(self._server.shutdown_timeout + 2 * GRACE_SECONDS),
+            timeout_graceful_shutdown=int(options.shutdown_timeout + 2 * GRACE_SECONDS),
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.VerifyMode(options.ssl_cert_reqs),
         )
 
     def _load(self, loop: asyncio.AbstractEventLoop, http: _Http) -> None:
@@ -218,11 +257,14 @@ class Run:
         key = ' -H "Authorization: Bearer $JAXSERVE_API_KEY"' if self._server.api_key else ""
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'.replace("'", "'\\''")
         url = "" if self._url == "http://127.0.0.1:8000" else f" --url {self._url}"
+        path = self._server.uds
+        through = f"--unix-socket {path} " if path else ""
+        chat = "" if path else f"  {_own_command()} chat{url}\n"
         return (
-            f"\n{name} is ready after {time.monotonic() - self._began:.1f} s on {self._url}"
+            f"\n{name} is ready after {time.monotonic() - self._began:.1f} s on {path or self._url}"
             f" (context length {engine.max_model_len})\n\n"
-            f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
-            f"  {_own_command()} chat{url}\n"
+            f"  curl {through}{self._url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
+            f"{chat}"
         )
 
     async def _watch(self, http: _Http) -> None:
@@ -292,12 +334,14 @@ def _cache_settings(config: EngineConfig) -> dict[str, object]:
     }
 
 
-def _reachable_url(listener: socket.socket) -> str:
+def _reachable_url(listener: socket.socket, scheme: str) -> str:
     """An address under which this machine reaches the server."""
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
     address: tuple[str, int] = listener.getsockname()[:2]
     host, port = address
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _own_command() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.plan import SCRATCH_PAGE, Chunk, Scores, StepPlan, StepResult
+from jaxserve.plan import SCRATCH_PAGE, Choice, Chunk, Scores, StepPlan, StepResult
 from jaxserve.types import SamplingParams
 
 VOCAB = 64
@@ -20,6 +20,12 @@ VOCAB = 64
 def next_token(text: Sequence[int]) -> int:
     """What follows `text`."""
     return (31 * len(text) + 7 * sum(text) + text[-1]) % VOCAB
+
+
+def next_allowed(text: Sequence[int], mask: np.ndarray) -> int:
+    """The first token from `next_token` on that the mask has."""
+    first = next_token(text)
+    return next(t for i in range(VOCAB) if int(mask[(t := (first + i) % VOCAB) // 32]) >> t % 32 & 1)
 
 
 def continuation(prompt: Sequence[int], count: int, stops: frozenset[int] = frozenset()) -> list[int]:
@@ -64,12 +70,29 @@ class Row:
     pages: list[list[int]]
 
 
-@dataclass
 class FakeFlight:
-    result: StepResult
+    """A step that is sampled when it is told to, with the state that rows have then."""
+
+    def __init__(self, device: FakeExecutor, emitting: list[Row], prompt_scores: dict[int, Scores]) -> None:
+        self._device, self._emitting, self._prompt_scores = device, emitting, prompt_scores
+        self._result: StepResult | None = None
+
+    def sample(self, choice: Choice | None = None) -> None:
+        assert self._device.unsampled is self and self._result is None
+        self._device.unsampled = None
+        rows = self._emitting
+        settled = frozenset() if choice is None else choice.settled
+        allowed = [None if choice is None else choice.masks[at].view(np.uint32) for at in range(len(rows))]
+        texts = [list(row.tokens) for row in rows]
+        tokens = [0 if at in settled else self._device.sample(row, allowed[at]) for at, row in enumerate(rows)]
+        wanted = any(row.params.logprobs is not None for row in rows)
+        self._result = StepResult(
+            np.array(tokens, np.int32), scores(texts, tokens) if wanted else None, self._prompt_scores
+        )
 
     def read(self) -> StepResult:
-        return self.result
+        assert self._result is not None
+        return self._result
 
 
 class FakeExecutor:
@@ -82,8 +105,10 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.pools: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in windows]
         self.steps: list[StepPlan] = []
+        self.unsampled: FakeFlight | None = None
 
     def launch(self, plan: StepPlan) -> FakeFlight:
+        assert self.unsampled is None, "a step is launched before the one ahead of it is sampled"
         self.steps.append(plan)
         assert 0 < plan.tokens == sum(c.count for c in plan.chunks) <= self.budget
         assert len(plan.chunks) <= self.max_rows
@@ -104,11 +129,8 @@ class FakeExecutor:
             self._read(chunk)
         prompt_scores = {at: self._score(chunk) for at, chunk in enumerate(plan.chunks) if chunk.targets}
         emitting = [self.rows[chunk.row] for chunk in plan.chunks if chunk.emit]
-        tokens = [self._sample(row) for row in emitting]
-        found = None
-        if any(row.params.logprobs is not None for row in emitting):
-            found = scores([row.tokens[:-1] for row in emitting], tokens)
-        return FakeFlight(StepResult(np.array(tokens, np.int32), found, prompt_scores))
+        self.unsampled = FakeFlight(self, emitting, prompt_scores)
+        return self.unsampled
 
     def _write(self, chunk: Chunk) -> None:
         row = self.rows[chunk.row]
@@ -135,9 +157,9 @@ class FakeExecutor:
         row = self.rows[chunk.row]
         return scores([row.tokens[: chunk.start + 1 + i] for i in range(len(chunk.targets))], chunk.targets)
 
-    def _sample(self, row: Row) -> int:
+    def sample(self, row: Row, mask: np.ndarray | None) -> int:
         assert row.computed == len(row.tokens)
-        row.tokens.append(next_token(row.tokens))
+        row.tokens.append(next_token(row.tokens) if mask is None else next_allowed(row.tokens, mask))
         return row.tokens[-1]
 
     def close(self) -> None:
@@ -155,6 +177,9 @@ class Letters:
 
     def token_text(self, token: int) -> str:
         return chr(ord("0") + token)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.token_text(token).encode()
 
     def stream(self, *, skip_special_tokens: bool, prompt: Sequence[int]) -> LetterStream:
         return LetterStream()

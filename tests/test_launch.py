@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, sampling_defaults
 from jaxserve.device import memory
 from jaxserve.device.memory import Needs, Wishes
-from jaxserve.launch import launch
+from jaxserve.launch import end_tokens, generation_config, launch
 from jaxserve.plan import StepPlan
 from jaxserve.prompts import bad_word_tokens, tokens_of
 from jaxserve.types import EngineDead, InvalidRequest, SamplingParams
+from jaxserve.weights import source
 from tests.device.engines import with_tokenizer
 from tests.fake_executor import FakeExecutor, FakeFlight, Letters, continuation
 from tests.models.cases import Case
@@ -128,3 +129,33 @@ def test_generation_config_directory_brings_its_own_end(tmp_path: Path) -> None:
     launched = launch(config)
     assert launched.engine.bounds.eos == (5, 6) and launched.default_params == {"temperature": 0.3}
     launched.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sampling", "eos"),
+    [
+        ("auto", {"temperature": 0.3}, (2, 7)),
+        ("vllm", {}, (2, 7)),
+        ("no-eos", {"top_k": 5}, (2, 7)),
+        ("own-eos", {}, (4,)),
+    ],
+)
+def test_where_sampling_defaults_and_ends_come_from(
+    tmp_path: Path, chosen: str, sampling: dict[str, object], eos: tuple[int, ...]
+) -> None:
+    """Whatever is chosen for sampling, the checkpoint's list of ends stands unless it brings another."""
+    configs = {
+        "model": '{"eos_token_id": [2, 7], "temperature": 0.3}',
+        "no-eos": '{"top_k": 5}',
+        "own-eos": '{"eos_token_id": 4}',
+    }
+    for name, text in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "generation_config.json").write_text(text)
+    for file in with_tokenizer(CHECKPOINT).iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    checkpoint = source.open_checkpoint(tmp_path / "model")
+    directory = str(tmp_path / chosen) if "-" in chosen else chosen
+    found = generation_config(EngineConfig(generation_config=directory), checkpoint)
+    assert sampling_defaults(found) == sampling
+    assert end_tokens(found, checkpoint, tokenizer_end=None) == eos

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jaxserve.deltas import Deltas
 from jaxserve.engine import Bounds, Engine
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.types import Observer, Request, RequestOutput, RequestStats, SamplingParams, StepStats
@@ -58,11 +59,9 @@ class World:
 
     def answer(self, name: str) -> RequestOutput:
         """All of its outputs so far, joined."""
-        first, *later = [out for out in self.outputs if out.request_id == name]
-        for out in later:
-            assert not first.finished, "says more after its end"
-            first = first.joined(out)
-        return first
+        *before, last = [out for out in self.outputs if out.request_id == name]
+        assert not any(out.finished for out in before), "says more after its end"
+        return Deltas(*before, last).whole()
 
     def check(self) -> None:
         """free + held = all; every page is held as often as sequences have it; rows likewise."""
@@ -77,6 +76,7 @@ class World:
         assert len(rows) + len(s._rows) == s.limits.rows
         assert s.running == sorted(s.running, key=lambda seq: seq.key)
         assert s.waiting == sum(seq.queued for seq in s._live.values())
+        assert s.waiting_tokens == sum(seq.prompt_len for seq in s._live.values() if seq.queued)
         assert s.idle == (not s._live)
         assert s.unused_share() == pytest.approx(self._unused())
 

@@ -12,29 +12,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.device import mesh as meshes
 from jaxserve.device import rows as rowlib
 from jaxserve.device import step
 from jaxserve.device.programs import SCORED, Programs, Shapes, row_shardings
 from jaxserve.device.step import WANTS, Sampled
-from jaxserve.plan import Admission, Chunk, Scores, StepPlan, StepResult
+from jaxserve.plan import Admission, Choice, Chunk, Scores, StepPlan, StepResult
 from jaxserve.types import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flight:
-    """A launched step, whose results are on their way to the host."""
+    """A launched step: `sample` it, then `read` it."""
 
-    emitting: int
-    scored: bool
-    sampled: Sampled
-    """Of the spare row where nothing is emitted: it says when the step is over."""
+    executor: Executor
+    chunks: Sequence[Chunk]
+    """Those that emit."""
     prompt: list[tuple[int, int, Sampled]]
     """Place of the chunk in the plan, how many targets, their scores."""
+    sampled: Sampled | None = None
+    """Of the spare row where nothing is emitted: it says when the step is over."""
+    scored: bool = False
+
+    def sample(self, choice: Choice | None = None) -> None:
+        """Launches the sampler. Later steps may be launched after that."""
+        self.sampled, self.scored = self.executor.sample(self.chunks, choice)
 
     def read(self) -> StepResult:
         """Waits for the step."""
-        tokens = np.asarray(self.sampled.tokens)[: self.emitting]
-        scores = _scores(self.sampled, self.emitting) if self.scored else None
+        assert self.sampled is not None
+        emitting = len(self.chunks)
+        tokens = np.asarray(self.sampled.tokens)[:emitting]
+        scores = _scores(self.sampled, emitting) if self.scored else None
         pieces: dict[int, list[Scores]] = {}
         for at, count, piece in self.prompt:
             pieces.setdefault(at, []).append(_scores(piece, count))
@@ -54,16 +63,35 @@ class Executor:
         self._work = jax.tree.map(_zeros, shapes.work)
         self._wants = np.zeros((shapes.rows.rows + 1, len(WANTS)), np.int32)
         self._full = np.zeros(shapes.rows.rows + 1, bool)
+        self._any = {r: _ones(meshes.replicated(shapes.mesh), r, shapes.rows.words) for r in shapes.buckets.rows}
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Starts a step; returns before it has run."""
+        """Starts a step, up to sampling; returns before it has run."""
         self._admit(plan.admissions)
         self._forward(plan)
         prompt = self._score(plan)
-        sampled, scored = self._sample(plan.chunks[: plan.emitting])
-        for array in jax.tree.leaves((sampled, [piece for _, _, piece in prompt])):
-            array.copy_to_host_async()
-        return Flight(plan.emitting, scored, sampled, prompt)
+        _copy_back([piece for _, _, piece in prompt])
+        return Flight(self, plan.chunks[: plan.emitting], prompt)
+
+    def sample(self, chunks: Sequence[Chunk], choice: Choice | None) -> tuple[Sampled, bool]:
+        """Starts sampling for the emitting chunks of the step launched last; whether scores are in the result.
+
+        Samples the spare row where there is no other: else a long prompt's chunks would all be launched at once.
+        """
+        settled = choice.settled if choice is not None else ()
+        rows = [self._spare if at in settled else c.row for at, c in enumerate(chunks)] or [self._spare]
+        size = next(r for r in self.shapes.buckets.rows if r >= len(rows))
+        wants = self._wants[rows].max(0)
+        packed = np.full(size + len(WANTS), self._spare, np.int32)
+        packed[: len(rows)] = rows
+        packed[size:] = wants
+        full = choice is not None or bool(self._full[rows].any())
+        masks = [] if not full else [self._any[size] if choice is None else self._masks(choice, size)]
+        self._rows, sampled = self._programs.sample[size, full](
+            self.leaves, self._rows, self._work.picked, packed, *masks
+        )
+        _copy_back(sampled)
+        return sampled, bool(wants[WANTS.index("logprobs")])
 
     def rehearse(self, *, largest: bool) -> None:
         """Runs the programs on nothing, so that the first request does not pay for loading them.
@@ -78,12 +106,15 @@ class Executor:
             for full in (False, True):
                 packed = np.full(rows + len(WANTS), self._spare, np.int32)
                 packed[rows:] = 0
-                self._rows, _ = self._programs.sample[rows, full](self.leaves, self._rows, self._work.picked, packed)
+                masks = [self._any[rows]] if full else []
+                self._rows, _ = self._programs.sample[rows, full](
+                    self.leaves, self._rows, self._work.picked, packed, *masks
+                )
         jax.block_until_ready(self._rows)
 
     def close(self) -> None:
         """Frees the device memory."""
-        for array in jax.tree.leaves((self._rows, self._kv, self._work, self.leaves)):
+        for array in jax.tree.leaves((self._rows, self._kv, self._work, self._any, self.leaves)):
             array.delete()
         self.leaves = []
 
@@ -147,17 +178,12 @@ class Executor:
             first += chunk.count
         return found
 
-    def _sample(self, chunks: Sequence[Chunk]) -> tuple[Sampled, bool]:
-        """Samples the spare row where there is no other: else a long prompt's chunks would all be launched at once."""
-        rows = [c.row for c in chunks] or [self._spare]
-        size = next(r for r in self.shapes.buckets.rows if r >= len(rows))
-        wants = self._wants[rows].max(0)
-        packed = np.full(size + len(WANTS), self._spare, np.int32)
-        packed[: len(rows)] = rows
-        packed[size:] = wants
-        full = bool(self._full[rows].any())
-        self._rows, sampled = self._programs.sample[size, full](self.leaves, self._rows, self._work.picked, packed)
-        return sampled, bool(wants[WANTS.index("logprobs")])
+    def _masks(self, choice: Choice, size: int) -> np.ndarray:
+        """For all rows of the bucket, and as wide as the padded vocabulary."""
+        masks = np.full((size, self.shapes.rows.words), -1, np.int32)
+        rows, words = choice.masks.shape
+        masks[:rows, :words] = choice.masks
+        return masks
 
 
 def _wants(a: Admission) -> list[int]:
@@ -189,6 +215,16 @@ def _scores(s: Sampled, count: int) -> Scores:
 def _joined(pieces: list[Scores]) -> Scores:
     fields = ("logprob", "rank", "top_ids", "top_logprobs")
     return Scores(*(np.concatenate([getattr(p, f) for p in pieces]) for f in fields))
+
+
+def _copy_back(results: object) -> None:
+    for array in jax.tree.leaves(results):
+        array.copy_to_host_async()
+
+
+def _ones(sharding: jax.sharding.Sharding, *shape: int) -> jax.Array:
+    """Masks that allow everything."""
+    return jax.jit(lambda: jnp.full(shape, -1, jnp.int32), out_shardings=sharding)()
 
 
 def _zeros(a: jax.ShapeDtypeStruct) -> jax.Array:

@@ -29,7 +29,8 @@ SCORED = 64
 
 Executable = jax.stages.Compiled
 Forward = Callable[[list[jax.Array], Rows, KV, Work, np.ndarray], tuple[Rows, KV, Work]]
-Sample = Callable[[list[jax.Array], Rows, jax.Array, np.ndarray], tuple[Rows, Sampled]]
+Sample = Callable[..., tuple[Rows, Sampled]]
+"""Of leaves, rows, picked hidden states, the upload; in the full form of masks too."""
 Score = Callable[[list[jax.Array], jax.Array, np.ndarray, np.ndarray], Sampled]
 Admit = Callable[[Rows, np.ndarray], Rows]
 Limit = Callable[[Rows, np.int32, RowLimits], Rows]
@@ -166,10 +167,11 @@ def _lower_forward(s: Shapes, tokens: int) -> jax.stages.Lowered:
 
 
 def _lower_sample(s: Shapes, rows: int, full: bool) -> jax.stages.Lowered:
-    run = functools.partial(step.sample, s.step, rows, full)
+    run = functools.partial(step.sample, s.step, rows)
     rep = meshes.replicated(s.mesh)
+    masks = [_ints(s, rows, s.rows.words)] if full else []
     return jax.jit(run, donate_argnums=(1,), out_shardings=(_shardings(_rows(s)), rep)).lower(
-        list(s.leaves), _rows(s), s.work.picked, _ints(s, rows + len(step.WANTS))
+        list(s.leaves), _rows(s), s.work.picked, _ints(s, rows + len(step.WANTS)), *masks
     )
 
 
@@ -226,8 +228,9 @@ def _shardings(tree: Rows | KV | Work | tuple[jax.ShapeDtypeStruct, ...]) -> obj
 
 
 def state_bytes(s: Shapes) -> int:
-    """Rows and workspace, on one device."""
-    return nbytes(tuple(jax.tree.leaves((_rows(s), s.work))))
+    """Rows, workspace and the masks that allow everything, on one device."""
+    masks = [_ints(s, rows, s.rows.words) for rows in s.buckets.rows]
+    return nbytes(tuple(jax.tree.leaves((_rows(s), s.work, masks))))
 
 
 def nbytes(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> int:

@@ -26,7 +26,7 @@ MOST = 2**31 - 1
 BANNED, BANNED_TOKENS = 256, 16
 """Token sequences that `bad_words` may become, and tokens in each."""
 
-_INTS = ("row", "prompt_len", "total", "top_k", "min_tokens", "seed_low", "seed_high")
+_INTS = ("row", "prompt_len", "top_k", "min_tokens", "seed_low", "seed_high")
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
@@ -36,10 +36,8 @@ class Rows:
     """R rows; donated through every program, so they change in place."""
 
     tokens: Int[Array, "R L"]
-    total: Int[Array, " R"]
-    """Tokens known: prompt, sampled, in flight."""
     computed: Int[Array, " R"]
-    """Tokens whose KV exists."""
+    """Tokens whose KV exists; when a token is sampled, it is the index of that token."""
     prompt_len: Int[Array, " R"]
     pages: tuple[Int[Array, "R P"], ...]
     """One table per cache group."""
@@ -72,7 +70,6 @@ def empty(shape: RowShape) -> Rows:
     zeros = lambda dtype=jnp.int32: jnp.zeros((r,), dtype)  # noqa: E731
     return Rows(
         tokens=jnp.zeros((r, shape.length), jnp.int32),
-        total=zeros(),
         computed=zeros(),
         prompt_len=zeros(),
         pages=tuple(jnp.zeros((r, shape.table), jnp.int32) for _ in range(shape.groups)),
@@ -112,7 +109,6 @@ def admit(rows: Rows, packed: Int[Array, "A F"]) -> Rows:
     limits = rows.limits
     return dataclasses.replace(
         rows,
-        total=put(rows.total, ints["total"]),
         computed=put(rows.computed, 0),
         prompt_len=put(rows.prompt_len, ints["prompt_len"]),
         counts=put(rows.counts, 0),
@@ -139,7 +135,6 @@ def pack_admissions(admissions: list[Admission], spare: int) -> np.ndarray:
                 [
                     a.row,
                     a.prompt_len,
-                    a.total,
                     min(p.top_k, MOST),
                     min(p.min_tokens, MOST),
                     a.seed & 0xFFFFFFFF,

@@ -20,7 +20,7 @@ from jaxserve.device.rows import Rows
 from jaxserve.layers import attention
 from jaxserve.layers.stack import Decoder, run_layers
 from jaxserve.sampling import sample as sampling
-from jaxserve.sampling.params import RowText, Wants
+from jaxserve.sampling.params import RowLimits, RowText, Wants
 
 AXIS = "tensor"
 
@@ -217,28 +217,30 @@ WANTS = ("penalties", "bias", "bad_words", "truncation", "logprobs")
 def sample(
     shape: StepShape,
     count: int,
-    full: bool,
     leaves: list[jax.Array],
     rows: Rows,
     picked: Float[Array, "S D"],
     packed: Int[Array, " N"],
+    masks: Int[Array, "S W"] | None = None,
 ) -> tuple[Rows, Sampled]:
     """One token for each of the first `count` chunks, written into its row's table.
 
     `packed`: row i32[count] (the spare row: none), then the `WANTS` as 0 or 1. The plain form knows greedy and
-    temperature only.
+    temperature only; the full one takes `masks` of what each chunk may say in this step.
     """
     model: Decoder = jax.tree.unflatten(shape.model, leaves)
     row, flags = packed[:count], packed[count:]
     logits = model.logits(picked[:count])
     params = jax.tree.map(lambda a: a[row], rows.params)
-    position = rows.total[row]
-    if full:
+    position = rows.computed[row]
+    if masks is not None:
+        limits: RowLimits = jax.tree.map(lambda a: a[row], rows.limits)
+        now = jax.lax.bitcast_convert_type(masks, jnp.uint32)
         got = sampling.full(
             logits,
             params,
             _text(rows, row, position),
-            jax.tree.map(lambda a: a[row], rows.limits),
+            dataclasses.replace(limits, allow=limits.allow & now),
             Wants(**{name: flags[i] > 0 for i, name in enumerate(WANTS)}),
             vocab=shape.vocab,
             top=shape.top,
@@ -253,7 +255,6 @@ def sample(
     rows = dataclasses.replace(
         rows,
         tokens=rows.tokens.at[row, position].set(out.tokens, mode="drop"),
-        total=rows.total.at[row].add(1),
         counts=rows.counts.at[row, out.tokens].add(said < jnp.iinfo(jnp.uint16).max, mode="drop"),
     )
     return rows, out

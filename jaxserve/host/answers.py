@@ -33,6 +33,10 @@ class Vocabulary(Protocol):
 
     def token_text(self, token: int) -> str: ...
 
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
 
 @dataclass(slots=True)
 class Choice:
@@ -162,7 +166,7 @@ class Answer:
         s = choice.sequence
         if s.finish_reason is not None:
             choice.open = False
-        if s.finish_reason == "abort" and choice.stream is not None:
+        if s.finish_reason in ("abort", "error") and choice.stream is not None:
             choice.text.append(choice.stream.flush().text)
         delta = CompletionOutput(
             index=s.index,

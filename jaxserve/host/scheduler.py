@@ -82,6 +82,7 @@ class Scheduler:
         self._queue: list[tuple[tuple[int, int], Sequence]] = []
         """A heap; ended sequences stay for a while."""
         self._waiting = 0
+        self._waiting_tokens = 0
         self._live: dict[int, Sequence] = {}
         self._rows = list(range(limits.rows))[::-1]
         self._step = 0
@@ -91,6 +92,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences without a row that have not ended."""
         return self._waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self._waiting_tokens
 
     @property
     def idle(self) -> bool:
@@ -117,8 +123,7 @@ class Scheduler:
         if s.row is not None:
             self._leave(s)
         elif s.queued:
-            s.queued = False
-            self._waiting -= 1
+            self._dequeue(s)
             self._sweep()
         if s.pending == 0:
             self._live.pop(s.number, None)
@@ -168,6 +173,18 @@ class Scheduler:
                 self._publish(s)
             self._stop(s, token)
         return events
+
+    def force(self, s: Sequence, token: int) -> None:
+        """The next token is certain: it is taken in without being sampled, in place of the one in flight.
+
+        All that is known of `s` has been launched, so that only forced tokens go down with the next chunk.
+        """
+        s.epoch += s.in_flight
+        s.in_flight = 0
+        s.tokens.append(token)
+        s.given = len(s.tokens)
+        self.counts.generation_tokens += 1
+        self._stop(s, token)
 
     def unused_share(self) -> float:
         """Share of the KV slots in held pages that hold no token, over all groups."""
@@ -295,8 +312,8 @@ class Scheduler:
         )
 
     def _admit(self, draft: _Draft, s: Sequence, hit: list[list[int]], cached: int) -> None:
-        s.row, s.queued, s.given = self._rows.pop(), False, len(s.tokens)
-        self._waiting -= 1
+        self._dequeue(s)
+        s.row, s.given = self._rows.pop(), len(s.tokens)
         insort(self.running, s, key=lambda other: other.key)
         for pool, pages in zip(self.pools, hit, strict=True):
             for page in pages:
@@ -314,7 +331,6 @@ class Scheduler:
                 sequence=s.number,
                 row=s.row,
                 prompt_len=s.prompt_len,
-                total=len(s.tokens),
                 cached=s.tokens[:cached],
                 pages=tuple(tuple(pages) for pages in hit),
                 params=s.request.params,
@@ -393,7 +409,14 @@ class Scheduler:
     def _enqueue(self, s: Sequence) -> None:
         s.queued = True
         self._waiting += 1
+        self._waiting_tokens += s.prompt_len
         heapq.heappush(self._queue, (s.key, s))
+
+    def _dequeue(self, s: Sequence) -> None:
+        """Its entry in the heap is left behind, or taken by the caller."""
+        s.queued = False
+        self._waiting -= 1
+        self._waiting_tokens -= s.prompt_len
 
     def _leave(self, s: Sequence) -> None:
         """Row and pages are free for the next plan: whatever uses them is launched after what `s` has in flight."""

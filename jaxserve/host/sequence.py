@@ -39,12 +39,12 @@ class Sequence:
     pending: int = 0
     """Chunks launched and not committed, of any epoch."""
     epoch: int = 0
-    """Counts preemptions; results of an earlier epoch are dropped."""
+    """Rises whenever what is in flight becomes void; results of an earlier epoch are dropped."""
     queued: bool = False
     """Waits for a row."""
     row: int | None = None
     given: int = 0
-    """Tokens known when the row was taken; what comes later, the device wrote into its table itself."""
+    """Tokens up to here come from the host; what was sampled later, the device wrote into its table itself."""
     pages: list[list[int]] = field(default_factory=list[list[int]])
     """Per cache group; 0 where a page has left the window."""
     published: int = 0

@@ -26,6 +26,7 @@ from jaxserve.observe.histogram import (
 from jaxserve.types import FinishReason, RequestStats, StepStats
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens")
 _LABELS = ("model_name", "engine")
 
 
@@ -41,6 +42,8 @@ class Totals:
     recompiles: int = 0
     recompile_seconds: float = 0.0
     ended: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """Requests that found the queue full, by the limit. The server's thread counts these."""
 
 
 class Metrics(Collector):
@@ -85,6 +88,10 @@ class Metrics(Collector):
     def on_recompile(self, seconds: float) -> None:
         self._totals.recompiles += 1
         self._totals.recompile_seconds += seconds
+
+    def on_refusal(self, reason: str) -> None:
+        """A request was refused because too much waited."""
+        self._totals.refused[reason] += 1
 
     def registry(self) -> CollectorRegistry:
         """A registry of its own with these metrics and the process's."""
@@ -141,6 +148,8 @@ class Metrics(Collector):
             {"local_compute": t.prompt_computed, "local_cache_hit": t.prompt_cached},
         )
         yield self._by_label("request_success", "finished_reason", {reason: t.ended[reason] for reason in REASONS})
+        refused = {reason: t.refused[reason] for reason in REFUSALS}
+        yield self._by_label("admission_rejections", "reason", refused)
 
     def _by_label(self, name: str, label: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}:{name}", _words(name), labels=(*_LABELS, label))

@@ -12,15 +12,15 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.types import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
+from jaxserve.types import MAX_N, CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
 from server import body
 from server.errors import bad_request
 from server.ids import response_id
 from server.openai.fields import IGNORED, REFUSED_IN_COMPLETIONS
-from server.openai.generating import Count, Names, collect, start
+from server.openai.generating import Count, Names, collect, start, usage_chunks
 from server.openai.logprobs import Lines, joined, prompt_logprobs, trimmed
 from server.openai.params import sampling_params
-from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts
+from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts, truncated
 from server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from server.openai.sse import EventStream, event
 from server.racing import race
@@ -65,24 +65,55 @@ async def completions(request: Request) -> Response | EventStream:
 
 async def _job(asked: CompletionRequest, service: Service, names: Names) -> Job:
     engine = service.ready()
-    prompts = await completion_prompts(asked, service)
-    if len(prompts) * (asked.n or 1) > MAX_CHOICES:
-        raise bad_request(f"n times the number of prompts must be at most {MAX_CHOICES}", "n")
+    _check_best_of(asked)
     wish = Wish(asked.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt")
+    prompts = [truncated(p, asked, wish, engine.max_model_len) for p in await completion_prompts(asked, service)]
+    if len(prompts) * (asked.best_of or asked.n or 1) > MAX_CHOICES:
+        name = "n" if asked.best_of is None else "best_of"
+        raise bad_request(f"{name} times the number of prompts must be at most {MAX_CHOICES}", name)
     rooms = [answer_room(p, wish, engine.max_model_len) for p in prompts]
     params = [
         sampling_params(
             asked,
             engine,
             max_tokens=max(room, 1),
-            logprobs=asked.logprobs,
+            logprobs=0 if asked.logprobs is None and _chooses(asked) else asked.logprobs,
             prompt_logprobs=_scored(asked),
             logprobs_name="logprobs",
+            candidates=asked.best_of,
         )
         for room in rooms
     ]
     texts = [_prompt_text(p, engine) if asked.echo else "" for p in prompts]
+    service.admit(names.id, [prompt.ids for prompt in prompts], params)
     return Job(asked, engine, names, prompts, texts, params)
+
+
+def _check_best_of(asked: CompletionRequest) -> None:
+    if asked.best_of is None:
+        return
+    least = 1 if asked.n is None else asked.n
+    if least < 1:
+        raise bad_request(f"n must be in 1..{MAX_N}, got {asked.n}", "n")
+    if not least <= asked.best_of <= MAX_N:
+        raise bad_request(f"best_of must be in {least}..{MAX_N}, at least n, got {asked.best_of}", "best_of")
+    if asked.stream and asked.best_of > least:
+        raise bad_request("best_of cannot be streamed: the best are known at the end; leave out stream", "best_of")
+
+
+def _chooses(asked: CompletionRequest) -> bool:
+    """More answers are computed than told."""
+    return asked.best_of is not None and asked.best_of > (asked.n or 1)
+
+
+def _best(answers: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """By mean log probability of their tokens, best first, numbered anew."""
+
+    def mean(answer: CompletionOutput) -> float:
+        return (answer.cumulative_logprob or 0.0) / max(len(answer.token_ids), 1)
+
+    best = sorted(answers, key=mean, reverse=True)[:count]
+    return [replace(answer, index=i) for i, answer in enumerate(best)]
 
 
 def _scored(asked: CompletionRequest) -> int | None:
@@ -103,26 +134,44 @@ async def _whole(asked: CompletionRequest, service: Service, names: Names) -> Co
     choices: list[CompletionChoice] = []
     for i, output in enumerate(await collect(job.outputs(), len(job.prompts))):
         count.add(i, output)
-        for choice in output.outputs:
+        found = _best(output.outputs, asked.n or 1) if _chooses(asked) else output.outputs
+        for choice in found:
             choices.append(Speaker(job, i, choice.index).choice(choice, output.prompt_logprobs))
-    return Completion(id=names.id, created=names.created, model=names.model, choices=choices, usage=count.usage())
+    return Completion(
+        id=names.id,
+        created=names.created,
+        model=names.model,
+        choices=choices,
+        usage=count.usage(),
+        metrics=count.metrics() if service.server.enable_per_request_metrics else UNSET,
+    )
 
 
 async def _events(asked: CompletionRequest, service: Service, names: Names) -> AsyncGenerator[bytes]:
     job = await _job(asked, service, names)
-    options = asked.stream_options
-    last = bool(options and options.include_usage)
-    always = last and bool(options and options.continuous_usage_stats)
+    last, always = usage_chunks(asked.stream_options, service)
+    timed = service.server.enable_per_request_metrics
     count = job.count()
     speakers: dict[tuple[int, int], Speaker] = {}
     scores: dict[int, Sequence[TokenLogprobs | None] | None] = {}
+    running = len(job.prompts)
 
-    def chunk(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
-        return event(Completion(id=names.id, created=names.created, model=names.model, choices=choices, usage=usage))
+    def chunk(choices: list[CompletionChoice], usage: Usage | UnsetType | None, ends: bool) -> bytes:
+        return event(
+            Completion(
+                id=names.id,
+                created=names.created,
+                model=names.model,
+                choices=choices,
+                usage=usage,
+                metrics=count.metrics() if ends and timed else UNSET,
+            )
+        )
 
     async with aclosing(job.outputs()) as outputs:
         async for i, output in outputs:
             count.add(i, output)
+            running -= output.finished
             if output.prompt_logprobs is not None:
                 scores[i] = output.prompt_logprobs
             for piece in output.outputs:
@@ -131,9 +180,10 @@ async def _events(asked: CompletionRequest, service: Service, names: Names) -> A
                     speaker = speakers[i, piece.index] = Speaker(job, i, piece.index)
                 if speaker.has_news(piece):
                     usage = count.usage() if always else None if last else UNSET
-                    yield chunk([speaker.choice(piece, scores.get(i))], usage)
+                    ends = not running and not last and piece is output.outputs[-1]
+                    yield chunk([speaker.choice(piece, scores.get(i))], usage, ends)
     if last:
-        yield chunk([], count.usage())
+        yield chunk([], count.usage(), True)
 
 
 async def _silenced(

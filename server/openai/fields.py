@@ -19,17 +19,12 @@ _EITHER: dict[str, Harmless] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "response_format": ({"type": "text"},),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "prompt_logprob_token_ids": ([],),
     "prompt_logprob_start": (0,),
     "prompt_embeds": ([],),
-    "truncate_prompt_tokens": (),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "watermarking": (False,),
     "kv_transfer_params": ({},),
@@ -41,19 +36,17 @@ _EITHER: dict[str, Harmless] = {
     "routed_experts_prompt_start": (0,),
 }
 
-REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {**_EITHER, "suffix": ("",)}
+REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {
+    **_EITHER,
+    "suffix": ("",),
+    "thinking_token_budget": (),
+}
 
 REFUSED_IN_CHAT: Mapping[str, Harmless] = {
     **_EITHER,
-    "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "best_of": (1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": (),
-    "include_reasoning": (True,),
-    "documents": ([],),
-    "chat_template": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -64,14 +57,11 @@ REFUSED_IN_CHAT: Mapping[str, Harmless] = {
 }
 
 REFUSED_IN_TOKENIZE: Mapping[str, Harmless] = {
-    "tools": ([],),
-    "chat_template": (),
-    "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
 
 IGNORED = frozenset(
-    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls
-    session_id stream_interval truncation_side""".split()
+    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id
+    stream_interval""".split()
 )
 """Bookkeeping: they do not change the answer."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from jaxserve.types import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.types import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
+from server.openai import beams
+from server.openai.merging import merged
 from server.openai.prompts import Prompt
-from server.openai.protocol import PromptTokensDetails, SamplingFields, Usage
-from server.service import Engine
+from server.openai.protocol import PromptTokensDetails, RequestMetrics, SamplingFields, StreamOptions, Usage
+from server.service import Engine, Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,41 @@ def engine_id(shown: str, index: int) -> str:
 
 
 def start(
-    engine: Engine, names: Names, fields: SamplingFields, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    engine: Engine,
+    names: Names,
+    fields: SamplingFields,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    thinking_end: str | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The outputs of every prompt as they come, each with its prompt's index. Close it to abort them all."""
-    return _merged(
+    """The outputs of every prompt as they come, each with its prompt's index. Close it to abort them all.
+
+    With `use_beam_search` there is one for each prompt, at the end of its search, which is `n` of its params wide.
+    """
+    generate = beams.search if fields.use_beam_search else partial(_sample, thinking_end)
+    return merged(
         [
-            engine.generate(
-                prompt.ids, own, engine_id(names.id, i), priority=fields.priority or 0, cache_salt=fields.cache_salt
-            )
+            generate(engine, engine_id(names.id, i), prompt.ids, own, fields)
             for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
         ]
+    )
+
+
+def _sample(
+    thinking_end: str | None,
+    engine: Engine,
+    name: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    fields: SamplingFields,
+) -> AsyncGenerator[RequestOutput]:
+    return engine.generate(
+        prompt,
+        params,
+        name,
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt,
+        thinking_end=thinking_end,
     )
 
 
@@ -60,17 +87,46 @@ def _with_choices(before: RequestOutput | None, output: RequestOutput) -> Reques
     return replace(output, outputs=tuple(choices[i] for i in sorted(choices)), prompt_logprobs=logprobs)
 
 
+def usage_chunks(options: StreamOptions | None, service: Service) -> tuple[bool, bool]:
+    """Whether a stream ends with a chunk of usage, and whether every chunk tells of it."""
+    last = bool(options and options.include_usage) or service.server.enable_force_include_usage
+    return last, last and bool(options and options.continuous_usage_stats)
+
+
 @dataclass(slots=True)
 class Count:
-    """Tokens so far. A prompt counts once, however many choices it has."""
+    """Tokens and times so far. A prompt counts once, however many choices it has."""
 
     prompt: int
     cached: dict[int, int] = field(default_factory=dict[int, int])
-    completion: int = 0
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """Of each choice of each prompt."""
+    times: dict[int, RequestTimes] = field(default_factory=dict[int, RequestTimes])
 
     def add(self, index: int, output: RequestOutput) -> None:
         self.cached[index] = output.num_cached_tokens
-        self.completion += sum(len(choice.token_ids) for choice in output.outputs)
+        self.times[index] = output.metrics
+        for choice in output.outputs:
+            at = index, choice.index
+            self.lengths[at] = self.lengths.get(at, 0) + len(choice.token_ids)
+
+    @property
+    def completion(self) -> int:
+        return sum(self.lengths.values())
+
+    def metrics(self) -> RequestMetrics:
+        """Of all prompts together, which were all answered."""
+        times = self.times.values()
+        arrival, last = min(t.arrival for t in times), max(t.last_token for t in times)
+        begin, first = min(t.first_scheduled for t in times), min(t.first_token for t in times)
+        gaps = max(self.lengths.values()) - 1
+        return RequestMetrics(
+            time_to_first_token_ms=_milliseconds(first - arrival),
+            queue_time_ms=_milliseconds(begin - arrival),
+            generation_time_ms=_milliseconds(last - begin),
+            mean_itl_ms=_milliseconds((last - first) / gaps) if gaps > 0 else None,
+            tokens_per_second=round(self.completion / (last - begin), 3) if last > begin else 0.0,
+        )
 
     def usage(self) -> Usage:
         return Usage(
@@ -81,40 +137,5 @@ class Count:
         )
 
 
-type _Item = tuple[int, RequestOutput] | BaseException | None
-
-
-async def _merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[_Item] = asyncio.Queue(maxsize=2 * len(streams))
-    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
-    open_streams = len(tasks)
-    try:
-        while open_streams:
-            item = await queue.get()
-            if item is None:
-                open_streams -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-async def _pump(index: int, stream: AsyncGenerator[RequestOutput], queue: asyncio.Queue[_Item]) -> None:
-    """A full queue holds the stream back."""
-    end: BaseException | None = None
-    try:
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                await queue.put((index, output))
-    except Exception as error:
-        end = error
-    await queue.put(end)
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.types import OutputKind, SamplingParams
+from jaxserve.types import OutputKind, SamplingParams, StructuredOutputsParams
 from server.errors import bad_request
+from server.openai import beams
 from server.openai.protocol import SamplingFields
 from server.service import Engine
 
 MAX_STOP_STRINGS = 4
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = (
-    "n",
     "presence_penalty",
     "frequency_penalty",
     "seed",
@@ -37,8 +37,13 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     logprobs_name: str,
+    candidates: int | None = None,
+    structured: StructuredOutputsParams | None = None,
+    thinking_token_budget: int | None = None,
 ) -> SamplingParams:
     """The parameters of one prompt. `max_tokens` is at least 1; `logprobs_name` is the request's field.
+
+    `candidates`: how many answers are computed, where it is not the `n` that is told.
 
     Raises:
         ApiError: 400, a value is out of range.
@@ -51,10 +56,13 @@ def sampling_params(
     given: dict[str, object] = {name: getattr(fields, name) for name in _PLAIN}
     given |= {name: _first(getattr(fields, name), engine.default_params.get(name)) for name in _FROM_MODEL}
     given |= {
+        "n": fields.n if candidates is None else candidates,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "logit_bias": _bias(fields.logit_bias),
+        "structured_outputs": structured,
+        "thinking_token_budget": thinking_token_budget,
         "output_kind": OutputKind.DELTA if fields.stream else OutputKind.FINAL_ONLY,
     }
     try:
@@ -62,6 +70,7 @@ def sampling_params(
     except ValueError as error:
         message = str(error)
         raise bad_request(message, message.split()[0]) from None
+    beams.check(fields, params, engine)
     return params if params.top_k <= engine.vocab_size else params.clone(top_k=0)
 
 

@@ -1,4 +1,4 @@
-"""From what a request says to token ids: plain prompts, chat messages, and the room that is left for an answer.
+"""From what a request says to token ids: plain prompts, and the room that is left for an answer.
 
 Long texts are tokenised in a thread, so that other requests go on.
 """
@@ -9,21 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.errors import ApiError, bad_request
-from server.openai.protocol import ChatFields, CompletionRequest, Message
+from server.openai.protocol import CompletionRequest, SamplingFields
 from server.service import Engine, Service
 
 MAX_PROMPTS = 1024
 INLINE_CHARACTERS = 4000
 """Texts up to this length are tokenised at once: about a millisecond."""
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_CHARACTERS = 4_000_000
+"""Of a text that is only tokenised, unless the model's context may hold more: a few seconds."""
+MAX_TOKENS = 500_000
+"""That are only made a text: decoding holds everybody up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
     text: str | None
-    """As it was given; None if token ids were."""
+    """As it was given; None if token ids were, or if it was truncated."""
 
 
 async def completion_prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
@@ -49,65 +51,43 @@ async def completion_prompts(request: CompletionRequest, service: Service) -> li
         raise bad_request(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(entries)}", "prompt")
     special = request.add_special_tokens is not False
     for entry in entries:
-        if isinstance(entry, str):
-            _check_length(entry, service, "prompt")
+        if isinstance(entry, str) and request.truncate_prompt_tokens is None:
+            check_length(entry, service, "prompt")
     size = sum(len(entry) for entry in entries)
-    prompts = await _maybe_in_thread(service, size, lambda: [_prompt(entry, engine, special) for entry in entries])
+    prompts = await maybe_in_thread(service, size, lambda: [_prompt(entry, engine, special) for entry in entries])
     if not all(prompt.ids for prompt in prompts):
         raise bad_request("prompt must not be empty", "prompt")
     return prompts
 
 
-async def chat_prompt(fields: ChatFields, service: Service) -> Prompt:
-    """The messages through the model's chat template, as token ids.
+async def encode(text: str, service: Service, *, special: bool) -> list[int]:
+    """Token ids of a text, which may be longer than the model's context.
 
     Raises:
-        ApiError: 400, messages that cannot be served, or that the template refuses.
+        ApiError: 400, it is far longer.
     """
-    _check_chat(fields)
-    engine = service.ready()
-    messages = [_message(message, i) for i, message in enumerate(fields.messages)]
-    for message in messages:
-        _check_length(str(message["content"]), service, "messages")
-    resume = bool(fields.continue_final_message)
-
-    def work() -> Prompt:
-        text = engine.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=not resume and fields.add_generation_prompt is not False,
-            continue_final_message=resume,
-            kwargs=fields.chat_template_kwargs,
-        )
-        return _prompt(text, engine, bool(fields.add_special_tokens))
-
-    size = sum(len(str(m["content"])) for m in messages)
-    try:
-        prompt = await _maybe_in_thread(service, size, work)
-    except ValueError as error:
-        message = str(error)
-        about = "chat_template_kwargs" if message.startswith("chat_template_kwargs") else "messages"
-        raise bad_request(message, about) from None
-    if not prompt.ids:
-        raise bad_request("messages become an empty prompt", "messages")
-    return prompt
-
-
-async def encode(text: str, service: Service, *, special: bool) -> list[int]:
-    """Token ids of a text of any length."""
     tokenizer = service.ready().tokenizer
-    return await _maybe_in_thread(service, len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    if len(text) > MAX_CHARACTERS:
+        check_length(text, service, "prompt")
+    return await maybe_in_thread(service, len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
 
 
 async def decode(ids: list[int], service: Service) -> str:
     """The text of token ids, special tokens as their names.
 
     Raises:
-        ApiError: 400, an id is not in the vocabulary.
+        ApiError: 400, an id is not in the vocabulary, or there are too many.
     """
     engine = service.ready()
-    for token in ids:
-        _check_token(token, engine, "tokens")
-    return await _maybe_in_thread(service, len(ids), lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
+    if len(ids) > MAX_TOKENS:
+        raise bad_request(f"tokens takes at most {MAX_TOKENS} ids, got {len(ids)}", "tokens")
+
+    def work() -> str:
+        for token in ids:
+            _check_token(token, engine, "tokens")
+        return engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    return await maybe_in_thread(service, len(ids), work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +99,25 @@ class Wish:
     """If no number is asked for; None: what the context leaves."""
     tokens_name: str
     prompt_name: str
+
+
+def truncated(prompt: Prompt, fields: SamplingFields, wish: Wish, max_model_len: int) -> Prompt:
+    """The prompt, or its last tokens where `truncate_prompt_tokens` asks for it (its first: `truncation_side` right).
+
+    Raises:
+        ApiError: 400, so many tokens are no prompt for this model.
+    """
+    most = fields.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max_model_len - max(wish.tokens or wish.default or 1, 1)
+    elif not 1 <= most < max_model_len:
+        message = f"truncate_prompt_tokens must be -1 (all that fit) or in 1..{max_model_len - 1}, got {most}"
+        raise bad_request(message, "truncate_prompt_tokens")
+    if not 1 <= most < len(prompt.ids):
+        return prompt
+    return Prompt(prompt.ids[:most] if fields.truncation_side == "right" else prompt.ids[-most:], None)
 
 
 def answer_room(prompt: Prompt, wish: Wish, max_model_len: int) -> int:
@@ -134,31 +133,31 @@ def answer_room(prompt: Prompt, wish: Wish, max_model_len: int) -> int:
         raise bad_request(f"{name} must be at least 0, got {asked}", name)
     if room < 1:
         numbers = f"the prompt has {count} tokens, and at least one must be left for the answer"
-        raise _too_long(numbers, max_model_len, wish.prompt_name)
+        raise too_long(numbers, max_model_len, wish.prompt_name)
     if asked is None:
         return room if wish.default is None else min(wish.default, room)
     if asked > room:
         numbers = f"the prompt has {count} tokens and {name} is {asked}, together {count + asked}"
-        raise _too_long(numbers, max_model_len, name)
+        raise too_long(numbers, max_model_len, name)
     return asked
 
 
-def _too_long(numbers: str, max_model_len: int, param: str) -> ApiError:
+def too_long(numbers: str, max_model_len: int, param: str) -> ApiError:
     message = f"{numbers}, but this model's maximum context length is {max_model_len} tokens"
     return bad_request(message, param, "context_length_exceeded")
 
 
-async def _maybe_in_thread[T](service: Service, size: int, work: Callable[[], T]) -> T:
+async def maybe_in_thread[T](service: Service, size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_CHARACTERS else await service.in_thread(work)
 
 
-def _check_length(text: str, service: Service, param: str) -> None:
+def check_length(text: str, service: Service, param: str) -> None:
     """Refuses a text that is too long whatever its tokens are, before the work of tokenising it."""
     engine = service.ready()
     least = len(text) // engine.tokenizer.max_chars_per_token
     if least > engine.max_model_len:
         numbers = f"a text of {len(text)} characters has at least {least} tokens"
-        raise _too_long(numbers, engine.max_model_len, param)
+        raise too_long(numbers, engine.max_model_len, param)
 
 
 def _prompt(entry: str | list[int], engine: Engine, special: bool) -> Prompt:
@@ -172,50 +171,3 @@ def _prompt(entry: str | list[int], engine: Engine, special: bool) -> Prompt:
 def _check_token(token: int, engine: Engine, param: str) -> None:
     if not 0 <= token < engine.vocab_size:
         raise bad_request(f"{param} has token id {token}, but ids must be in 0..{engine.vocab_size - 1}", param)
-
-
-def _check_chat(fields: ChatFields) -> None:
-    if not fields.messages:
-        raise bad_request("messages must not be empty", "messages")
-    if fields.add_generation_prompt and fields.continue_final_message:
-        message = "add_generation_prompt and continue_final_message cannot both be true"
-        raise bad_request(message, "continue_final_message")
-
-
-def _message(message: Message, index: int) -> dict[str, object]:
-    """The message as templates know it. OpenAI's `developer` is what templates call `system`."""
-    where = f"messages[{index}]"
-    if message.role not in _ROLES:
-        raise bad_request(f"{where}.role must be one of {', '.join(_ROLES)}, got {message.role[:100]!r}", "messages")
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
-        raise bad_request(f"{where}: tool calls are not served yet", "messages", "unsupported_parameter")
-    found: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _content(message, where),
-    }
-    if message.name is not None:
-        found["name"] = message.name
-    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if reasoning is not None:
-        found["reasoning_content"] = reasoning
-    return found
-
-
-def _content(message: Message, where: str) -> str:
-    """Text parts, joined by newlines."""
-    if message.content is None:
-        if message.role == "assistant":
-            return ""
-        raise bad_request(f"{where}.content is missing", "messages")
-    if isinstance(message.content, str):
-        return message.content
-    texts: list[str] = []
-    for i, part in enumerate(message.content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXT_PARTS, "refusal"):
-            at = f"{where}.content[{i}].type"
-            raise bad_request(f"{at} is {part.type[:100]!r}, but this model takes only text", "messages")
-        if text is None:
-            raise bad_request(f"{where}.content[{i}].text is missing", "messages")
-        texts.append(text)
-    return "\n".join(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -9,10 +10,12 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from server.errors import as_api_error, error_json
-from server.racing import ClientGone, race
+from server.racing import ClientGone, cancel, race
 from server.service import Service
 
 DONE = b"data: [DONE]\n\n"
+STILL_HERE = b": still here\n\n"
+"""A comment, for proxies that close what is silent; clients skip it."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -50,12 +53,33 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pump(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for data in events:
+        silence = self._service.server.sse_keep_alive_interval
+        stream = _with_comments(self._events, silence) if silence else self._events
+        async with aclosing(self._events), aclosing(stream):
+            async for data in stream:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                 await _send(send, data)
+
+
+async def _with_comments(events: AsyncGenerator[bytes], seconds: float) -> AsyncGenerator[bytes]:
+    """`events`, and a comment after every `seconds` without one. The first comment says 200, whatever comes then."""
+    while True:
+        coming = asyncio.create_task(_next(events))
+        try:
+            while not (await asyncio.wait((coming,), timeout=seconds))[0]:
+                yield STILL_HERE
+        finally:
+            await cancel(coming)
+        data = coming.result()
+        if data is None:
+            return
+        yield data
+
+
+async def _next(events: AsyncGenerator[bytes]) -> bytes | None:
+    return await anext(events, None)
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
+from jaxserve.deltas import Deltas
 from jaxserve.engine import Engine
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.launch import Launched, launch
@@ -77,16 +78,16 @@ def engine(launched: Launched, tight: Tight | None = None) -> Engine:
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:
     """All requests at once, to their ends; every row and page must come home."""
-    done: dict[str, RequestOutput] = {}
+    done: dict[str, Deltas] = {}
     for request in requests:
         engine.check(request)
         engine.add(request)
     while engine.busy:
         for new in engine.step():
-            done[new.request_id] = done[new.request_id].joined(new) if new.request_id in done else new
+            done.setdefault(new.request_id, Deltas()).add(new)
     assert not engine.scheduler.running
     assert all(pool.free == pool.total for pool in engine.scheduler.pools)
-    return done
+    return {name: deltas.whole() for name, deltas in done.items()}
 
 
 def request(name: str, prompt: Sequence[int], **params: object) -> Request:

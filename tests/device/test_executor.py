@@ -197,7 +197,9 @@ def test_reading_a_step_that_samples_nothing_waits_for_its_end(llama: Launched) 
     assert plan is not None
     assert plan.emitting == 0
     flight = llama.executor.launch(plan)
+    flight.sample()
     result = flight.read()
     assert len(result.tokens) == 0
+    assert flight.sampled is not None
     assert flight.sampled.tokens.is_ready()
     assert all(leaf.is_ready() for leaf in jax.tree.leaves((llama.executor._kv, llama.executor._work)))

@@ -40,7 +40,7 @@ def walk(executor: Executor, recorded: Recorded, cuts: Sequence[int], row: int =
     for number, count in enumerate(cuts):
         first, last = -(-start_at // page), -(-(start_at + count) // page)
         admission = Admission(
-            0, row, recorded.prompt_len, len(ids), (), ((),) * groups, SamplingParams(), (), (), seed=0
+            0, row, recorded.prompt_len, (), ((),) * groups, SamplingParams(), (), (), seed=0
         )
         targets = ids[start_at + 1 : start_at + count + 1]
         chunk = Chunk(0, 0, row, start_at, count, emit=False, ids=ids[start_at : start_at + count], targets=targets)
@@ -52,7 +52,9 @@ def walk(executor: Executor, recorded: Recorded, cuts: Sequence[int], row: int =
             tokens=count,
             emitting=0,
         )
-        scores = executor.launch(plan).read().prompt_scores
+        flight = executor.launch(plan)
+        flight.sample()
+        scores = flight.read().prompt_scores
         found += scores[0].logprob.tolist() if targets else []
         start_at += count
     return np.array(found)

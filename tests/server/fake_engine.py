@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 import time
@@ -23,6 +24,7 @@ from jaxserve.types import (
     Logprob,
     OutputKind,
     RequestOutput,
+    RequestTimes,
     SamplingParams,
     TokenLogprobs,
 )
@@ -30,14 +32,20 @@ from jaxserve.types import (
 BOS, EOS, USER = 256, 257, 258
 NAMES = {BOS: "<s>", EOS: "</s>", USER: "<|user|>"}
 VOCAB = 259
+ARRIVAL = 100.0
+"""When every request comes; a quarter of a second later it runs, another one later it has its first token."""
 LETTERS = range(ord("a"), ord("z") + 1)
 
 
 class FakeTokenizer:
-    """Bytes as tokens."""
+    """Bytes as tokens. `template`: only what can be told of it by reading; it always renders in the same way."""
 
     special_ids = frozenset(NAMES)
     max_chars_per_token = 8
+    template_variables: Mapping[str, object] = {"bos_token": NAMES[BOS]}
+
+    def __init__(self, template: str | None = "{{ messages }}") -> None:
+        self.template = template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = [BOS] if add_special_tokens else []
@@ -52,17 +60,28 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return NAMES[token].encode() if token in NAMES else bytes([token])
 
+    def template_for(self, *, tools: bool) -> str | None:
+        return self.template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         if messages[0]["role"] == "assistant":
             raise ValueError("chat template: the user must begin")
-        text = "".join(f"<|user|>{m['role']}:{m['content']}\n" for m in messages)
+        text = "".join(
+            f"<|user|>{told}:{json.dumps(list(given))}\n"
+            for told, given in (("tools", tools), ("documents", documents))
+            if given
+        )
+        self.rendered = list(messages)
+        text += "".join(f"<|user|>{m['role']}:{m['content']}\n" for m in messages)
         if continue_final_message:
             return text[:-1]
         return text + str((kwargs or {}).get("opening", "<|user|>assistant:" if add_generation_prompt else ""))
@@ -119,6 +138,11 @@ class Choice:
     reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def likelihood(self) -> float | None:
+        found = zip(self.generated, self.logprobs, strict=False)
+        return sum(scores[token].logprob for token, scores in found) if self.logprobs else None
+
 
 class FakeEngine:
     """Same names as `AsyncEngine`. `delay`: seconds a token takes."""
@@ -128,6 +152,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB
         self.max_logprobs = 20
+        self.eos_token_ids = (EOS,)
         self.default_params: Mapping[str, object] = default or {}
         self.dead: BaseException | None = None
         self.delay = delay
@@ -138,6 +163,11 @@ class FakeEngine:
         self.salts: list[str | None] = []
         self.thinking_ends: list[str | None] = []
         self.closed = False
+        self.script: str | None = None
+        """What every answer is, whatever is asked."""
+        self.rows = 256
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """Of running requests, in order: their sequences, and the prompt tokens of all these."""
         self.tokens_made = 0
 
     async def generate(
@@ -152,6 +182,7 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput]:
         self._check(prompt, params, request_id, priority)
         self.running.add(request_id)
+        self.sizes[request_id] = (params.n, params.n * len(prompt))
         self.seen.append(request_id)
         self.params.append(params)
         self.salts.append(cache_salt)
@@ -163,8 +194,17 @@ class FakeEngine:
                 yield output
         finally:
             self.running.discard(request_id)
+            del self.sizes[request_id]
             if not done:
                 self.aborted.append(request_id)
+
+    def waiting_with(self, sequences: int, tokens: int) -> tuple[int, int]:
+        """As if there were `rows` rows, held by the sequences that came first."""
+        free, waiting, prompts = self.rows, 0, 0
+        for count, length in (*self.sizes.values(), (sequences, tokens)):
+            left = max(0, count - free)
+            free, waiting, prompts = max(0, free - count), waiting + left, prompts + length * left // count
+        return waiting, prompts
 
     def close(self) -> None:
         self.closed = True
@@ -192,8 +232,10 @@ class FakeEngine:
             finished = all(c.reason for c in choices)
             if delta or finished:
                 outputs = news if delta else [self._all(c, p) for c in choices]
+                made = max(len(c.generated) for c in choices)
+                times = RequestTimes(ARRIVAL, ARRIVAL + 0.25, ARRIVAL + 0.5, ARRIVAL + 0.5 + 0.125 * (made - 1))
                 yield RequestOutput(
-                    request_id, None, tuple(prompt), tuple(outputs), finished, scores, len(prompt) // 16 * 16
+                    request_id, None, tuple(prompt), tuple(outputs), finished, scores, len(prompt) // 16 * 16, times
                 )
                 scores = None
 
@@ -230,13 +272,16 @@ class FakeEngine:
             text += c.stream.flush().text
         c.text += text
         new = tuple(c.logprobs[-1:]) if p.logprobs is not None else None
-        return CompletionOutput(c.index, text, (token,), None, new, c.reason, c.stop_reason)
+        return CompletionOutput(c.index, text, (token,), c.likelihood, new, c.reason, c.stop_reason)
 
     def _all(self, c: Choice, p: SamplingParams) -> CompletionOutput:
         scores = tuple(c.logprobs) if p.logprobs is not None else None
-        return CompletionOutput(c.index, c.text, tuple(c.generated), None, scores, c.reason, c.stop_reason)
+        return CompletionOutput(c.index, c.text, tuple(c.generated), c.likelihood, scores, c.reason, c.stop_reason)
 
     def _sample(self, c: Choice, p: SamplingParams, scores: list[float]) -> int:
+        if self.script is not None:
+            said = self.tokenizer.encode(self.script, add_special_tokens=False)
+            return said[len(c.generated)] if len(c.generated) < len(said) else EOS
         for token, bias in (p.logit_bias or {}).items():
             scores[token] += bias
         for token in set(c.generated):

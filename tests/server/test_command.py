@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = "import sys; from server.cli import main; sys.exit(main())"
 WITHOUT_JAX = f"import sys; sys.modules['jax'] = None\n{COMMAND}"
 SERVE_FAKE = """
-import sys, time
+import json, sys, time
 from jaxserve.config import EngineConfig, ServerConfig
 from server.serving import Started, serve
 from tests.server.fake_engine import FakeEngine
@@ -44,7 +47,8 @@ def start(config, *, progress, observers):
     length = 128 if sys.argv[3] == "short" else 1024
     return Started(Dying(delay=0.01, max_model_len=length), config)
 
-server = ServerConfig(host="127.0.0.1", port=int(sys.argv[1]), shutdown_timeout=float(sys.argv[4]))
+more = json.loads(sys.argv[5])
+server = ServerConfig(host="127.0.0.1", port=int(sys.argv[1]), shutdown_timeout=float(sys.argv[4]), **more)
 sys.exit(serve(EngineConfig(served_model_name=("toy",)), server, start))
 """
 
@@ -66,10 +70,10 @@ def free_port() -> int:
 class Process:
     """A server process over the fake engine."""
 
-    def __init__(self, seconds: float, kind: str, patience: float) -> None:
+    def __init__(self, seconds: float, kind: str, patience: float, options: dict[str, object]) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        words = [str(self.port), str(seconds), kind, str(patience)]
+        words = [str(self.port), str(seconds), kind, str(patience), json.dumps(options)]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE_FAKE, *words],
@@ -91,8 +95,8 @@ class Process:
 def start() -> Iterator[Callable[..., Process]]:
     running: list[Process] = []
 
-    def begin(seconds: float = 0.0, kind: str = "work", patience: float = 5) -> Process:
-        running.append(Process(seconds, kind, patience))
+    def begin(seconds: float = 0.0, kind: str = "work", patience: float = 5, **options: object) -> Process:
+        running.append(Process(seconds, kind, patience, options))
         return running[-1]
 
     yield begin
@@ -204,6 +208,53 @@ def test_a_signal_ends_requests_that_take_too_long(start) -> None:
     assert rest[-1] == "data: [DONE]"
     assert '"code":"shutting_down"' in rest[-2]
     assert server.ended()[0] == 0
+
+
+def test_it_listens_on_a_unix_socket_and_takes_over_an_old_one(start, tmp_path: Path) -> None:
+    path = tmp_path / "jaxserve.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(path))
+    server = start(uds=str(path))
+    assert server.process.stdout is not None
+    lines = [server.process.stdout.readline() for _ in range(5)]
+    [curl] = [line for line in lines if "curl" in line]
+    assert f"--unix-socket {path}" in curl
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    again = start(uds=str(path))
+    code, _, err = again.ended()
+    assert (code, f"error: cannot listen on {path}" in err) == (1, True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ended()[0] == 0
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """For 127.0.0.1, signed by itself: certificate and key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2", "-nodes"]
+    files = ["-out", str(cert), "-keyout", str(key)]
+    subprocess.run([openssl, "req", "-x509", "-newkey", "rsa:2048", *names, *files], check=True, capture_output=True)
+    return cert, key
+
+
+def test_it_speaks_https(start, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    server = start(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    url = server.url.replace("http:", "https:")
+    assert server.process.stdout is not None
+    assert url in "".join(server.process.stdout.readline() for _ in range(5))
+    trust = ssl.create_default_context(cafile=str(cert))
+    assert httpx.get(f"{url}/health", verify=trust).status_code == 200
+    assert server.status() == 0
+
+
+def test_a_certificate_that_is_not_there_is_told(start, tmp_path: Path) -> None:
+    code, _, err = start(ssl_certfile=str(tmp_path / "none.pem")).ended()
+    assert (code, "error: the TLS key or certificate cannot be used" in err, "Traceback" in err) == (1, True, False)
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error(start) -> None:

@@ -211,6 +211,71 @@ async def test_cached_tokens_are_told(client) -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
 
 
+FORMS = [("xa", ["xa"]), (["xa", "k"], ["xa", "k"]), ([BOS, 120, 97], ["xa"]), ([[120, 97], [107]], ["xa", "k"])]
+EXTRAS = [
+    {},
+    {"return_tokens_as_token_ids": True, "logprobs": 1},
+    {"return_token_ids": True},
+    {"prompt_logprobs": 1},
+    {"cache_salt": "mine"},
+    {"priority": 0},
+    {"best_of": 3},
+    {"use_beam_search": True, "logprobs": None},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+@pytest.mark.parametrize(("prompt", "texts"), FORMS, ids=str)
+async def test_every_form_of_prompt_goes_with_echo_n_and_every_extra(client, engine, prompt, texts, extra) -> None:
+    """Choices are numbered prompt by prompt, and each begins with its own prompt."""
+    answer = await ask(client, prompt=prompt, n=2, echo=True, max_tokens=2, **extra)
+    choices = answer["choices"]
+    assert [c["index"] for c in choices] == list(range(2 * len(texts)))
+    assert [c["text"][: len(text)] for c, text in zip(choices, [t for t in texts for _ in (0, 1)], strict=True)] == [
+        text for text in texts for _ in (0, 1)
+    ]
+    if "cache_salt" in extra:
+        assert set(engine.salts) == {"mine"}
+    for choice in choices:
+        assert (choice["logprobs"] is not None) == ("logprobs" in extra and extra["logprobs"] is not None)
+        assert ("token_ids" in choice) == ("return_token_ids" in extra)
+        assert ("prompt_logprobs" in choice) == ("prompt_logprobs" in extra)
+        if extra.get("return_tokens_as_token_ids"):
+            assert all(name.startswith("token_id:") for name in choice["logprobs"]["tokens"])
+
+
+async def test_the_best_of_several_are_told_best_first(client, engine: FakeEngine) -> None:
+    fields = {"prompt": "a", "max_tokens": 3, "temperature": 1.3, "seed": 5}
+    drawn = (await ask(client, **fields, n=6, logprobs=0))["choices"]
+    means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) / 3 for c in drawn}
+    assert len(means) == 6
+    wanted = sorted(means, key=lambda text: -means[text])[:2]
+    answer = await ask(client, **fields, n=2, best_of=6)
+    assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
+        (0, wanted[0], None),
+        (1, wanted[1], None),
+    ]
+    assert answer["usage"]["completion_tokens"] == 18
+    assert engine.params[-1].logprobs == 0
+
+
+async def test_the_best_ones_log_probabilities_are_told_if_asked(client) -> None:
+    fields = {"prompt": ["a", "k"], "max_tokens": 3, "temperature": 1.3, "seed": 4, "logprobs": 1}
+    answer = await ask(client, **fields, best_of=5)
+    assert [c["index"] for c in answer["choices"]] == [0, 1]
+    assert all(len(c["logprobs"]["tokens"]) == 3 for c in answer["choices"])
+
+
+async def test_a_best_of_as_many_as_are_told_changes_nothing(client) -> None:
+    fields = {"prompt": "a", "max_tokens": 3, "temperature": 1.3, "seed": 4, "n": 3}
+    plain = [c["text"] for c in (await ask(client, **fields))["choices"]]
+    assert [c["text"] for c in (await ask(client, **fields, best_of=3))["choices"]] == plain
+    texts = ["", "", ""]
+    for chunk in await stream(client, **fields, best_of=3):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == plain
+
+
 async def test_every_sampling_field_reaches_the_engine(client, engine: FakeEngine) -> None:
     await ask(
         client, prompt="a", max_tokens=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=0.2,

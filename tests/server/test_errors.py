@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from server.body import MAX_BODY
+from server.openai.fields import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 from server.service import Service
 from tests.server.conftest import client_of, make_service
 from tests.server.fake_engine import FakeEngine
@@ -84,11 +85,33 @@ BOTH: list[tuple[dict, str]] = [
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a+"}, "guided_regex"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"best_of": 3}, "best_of"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+    ({"use_beam_search": True, "n": 11}, "n"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
+    ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+    ({"use_beam_search": True, "top_p": 0.9}, "top_p"),
+    ({"use_beam_search": True, "top_k": 4}, "top_k"),
+    ({"use_beam_search": True, "min_p": 0.1}, "min_p"),
+    ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
+    ({"use_beam_search": True, "frequency_penalty": 1}, "frequency_penalty"),
+    ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"use_beam_search": True, "min_tokens": 2}, "min_tokens"),
+    ({"use_beam_search": True, "stop": "x"}, "stop"),
+    ({"use_beam_search": True, "stop_token_ids": [1]}, "stop_token_ids"),
+    ({"use_beam_search": True, "logit_bias": {"97": 1}}, "logit_bias"),
+    ({"use_beam_search": True, "allowed_token_ids": [97]}, "allowed_token_ids"),
+    ({"use_beam_search": True, "bad_words": ["x"]}, "bad_words"),
+    ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+    ({"use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
+    ({"length_penalty": 2}, "length_penalty"),
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"prompt_embeds": "abc"}, "prompt_embeds"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 1024}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "truncation_side"),
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ({"repetition_detection": {}}, "repetition_detection"),
     ({"watermarking": True}, "watermarking"),
@@ -118,8 +141,19 @@ ONLY_COMPLETIONS: list[tuple[dict, str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "the end"}, "suffix"),
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "n": 0}, "n"),
+    ({"best_of": 2, "n": -3}, "n"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+    ({"best_of": "3"}, "best_of"),
+    ({"prompt": ["x"] * 1000, "best_of": 128}, "best_of"),
+    ({"use_beam_search": True, "best_of": 11}, "best_of"),
+    ({"use_beam_search": True, "echo": True, "logprobs": 1}, "logprobs"),
 ]
 ONLY_CHAT: list[tuple[dict, str]] = [
+    ({"best_of": 3}, "best_of"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages"),
@@ -128,7 +162,7 @@ ONLY_CHAT: list[tuple[dict, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [7] * 3000}]}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -138,10 +172,9 @@ ONLY_CHAT: list[tuple[dict, str]] = [
     ({"top_logprobs": -3, "logprobs": True}, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": []}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"echo": True}, "echo"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"documents": [{"a": "b"}]}, "documents"),
@@ -167,6 +200,18 @@ async def test_chat_refuses(client, fields: dict, param: str) -> None:
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_COMPLETIONS))
+async def test_completions_refuse_each_field_that_has_no_effect_by_its_name(client, name: str) -> None:
+    error = error_of(await client.post(COMPLETIONS, json={"prompt": "x", name: {"some": "value"}}), 400)
+    assert error["param"] == name and name in error["message"]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_CHAT))
+async def test_chat_refuses_each_field_that_has_no_effect_by_its_name(client, name: str) -> None:
+    error = error_of(await client.post(CHAT, json={"messages": HELLO, name: {"some": "value"}}), 400)
+    assert error["param"] == name and name in error["message"]
+
+
 @pytest.mark.parametrize(("fields", "param"), [*BOTH[:3], ({"prompt": []}, "prompt")], ids=lambda v: str(v)[:40])
 async def test_a_stream_that_cannot_begin_is_an_ordinary_error(client, fields: dict, param: str) -> None:
     body = {"model": "toy", "prompt": "x", "stream": True, **fields}
@@ -181,7 +226,7 @@ async def test_too_long_says_the_numbers(client) -> None:
 
 HARMLESS = {
     "user": "u", "metadata": {"k": "v"}, "store": False, "service_tier": "auto", "safety_identifier": "x",
-    "prompt_cache_key": "k", "parallel_tool_calls": True, "some_unknown_field": [1], "tools": [], "tool_choice": "none",
+    "prompt_cache_key": "k", "parallel_tool_calls": True, "some_unknown_field": [1], "tool_choice": "none",
     "response_format": {"type": "text"}, "best_of": 1, "logit_bias": {}, "stop": None, "suffix": None,
     "functions": None, "seed": -1, "modalities": ["text"], "n": None, "max_tokens": 2, "stream": None,
     "stop_token_ids": [],

@@ -64,11 +64,26 @@ def test_every_kind_of_flag() -> None:
     assert read("--max-model-len", "auto")[0].max_model_len == "auto"
 
 
+def test_flags_of_the_front_end() -> None:
+    _, server = read(
+        "--allowed-origins", '["https://a.example", "https://b.example"]', "--allowed-methods", "GET", "POST",
+        "--allow-credentials", "--max-num-queued-reqs", "8", "--max-num-queued-tokens", "4k", "--root-path", "/llm",
+        "--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem", "--ssl-cert-reqs", "2", "--uds", "/tmp/x.sock",
+        "--sse-keep-alive-interval", "15", "--no-enable-request-id-headers", "--max-log-len", "100",
+    )  # fmt: skip
+    assert server.allowed_origins == ("https://a.example", "https://b.example")
+    assert (server.allowed_methods, server.allowed_headers) == (("GET", "POST"), ("*",))
+    assert (server.max_num_queued_reqs, server.max_num_queued_tokens) == (8, 4000)
+    assert (server.ssl_certfile, server.ssl_keyfile, server.ssl_cert_reqs) == ("c.pem", "k.pem", 2)
+    assert (server.uds, server.root_path, server.sse_keep_alive_interval) == ("/tmp/x.sock", "/llm", 15.0)
+    assert (server.allow_credentials, server.enable_request_id_headers, server.max_log_len) == (True, False, 100)
+
+
 def test_every_option_has_a_flag() -> None:
     for owner in (EngineConfig, ServerConfig):
         for option in fields(owner):
             value = option.default
-            if value is None or value == () or isinstance(value, bool):
+            if value is None or isinstance(value, tuple | bool):
                 continue
             flag = option.metadata.get("flag") or "--" + option.name.replace("_", "-")
             found = read(flag, str(value))[owner is ServerConfig]
@@ -113,6 +128,13 @@ def test_keys_come_from_the_environment_last(monkeypatch: pytest.MonkeyPatch) ->
         (("--tensor-parallel-size", "0"), "tensor_parallel_size must be an integer of at least 1"),
         (("--gpu-memory-utilization", "much"), "invalid float value"),
         (("--api-key", ""), "an API key must not be empty"),
+        (("--allowed-origins", "[x"), "allowed_origins must be a JSON list of strings"),
+        (("--allowed-origins", "[1]"), "allowed_origins must be a string or a list of strings"),
+        (("--max-num-queued-reqs", "0"), "max_num_queued_reqs must be an integer of at least 1"),
+        (("--max-num-queued-tokens", "many"), "max_num_queued_tokens must be an integer"),
+        (("--ssl-keyfile", "k.pem"), "need ssl_certfile"),
+        (("--ssl-certfile", "c.pem", "--ssl-cert-reqs", "3"), "ssl_cert_reqs must be 0, 1 or 2"),
+        (("--sse-keep-alive-interval", "-1"), "sse_keep_alive_interval must be 0 or more seconds"),
         (("--config", "nowhere.yaml"), "cannot read the configuration file nowhere.yaml"),
     ],
 )
@@ -140,3 +162,26 @@ def test_every_refused_flag_is_refused_by_its_name(capsys) -> None:
     for name in sorted(NOT_SERVED):
         flag = "--" + name.replace("_", "-")
         assert f"{flag} is a flag of vLLM" in refused(capsys, flag)
+
+
+def test_an_override_of_the_generation_config_is_json_with_known_keys(capsys) -> None:
+    given = '{"temperature": 0.5, "max_new_tokens": 9}'
+    assert read("--override-generation-config", given)[0].override_generation_config == {
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+    }
+    wrong = {
+        '{"eos_token_id": 3}': "'eos_token_id' is not among them",
+        '{"temperature": 3}': "temperature must be in [0, 2]",
+        '{"max_new_tokens": "many"}': "max_tokens must be an integer",
+        "[1]": "must be a JSON object",
+        "{": "must be a JSON object",
+    }
+    for text, message in wrong.items():
+        found = refused(capsys, "--override-generation-config", text)
+        assert found.startswith("override_generation_config") and message in found
+
+
+def test_details_of_prompt_tokens_are_always_told(capsys) -> None:
+    assert read("--enable-prompt-tokens-details") == read()
+    assert "enable_prompt_tokens_details cannot be off" in refused(capsys, "--no-enable-prompt-tokens-details")

@@ -1,0 +1,121 @@
+"""Compiles what requests ask of their answers' shape, in threads of its own: no step and no event loop waits for it.
+
+Owns the vocabulary in llguidance's form and the grammars compiled lately. Knows no request and no step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import llguidance
+
+from jaxserve.grammar.source import grammar_of
+from jaxserve.types import InvalidRequest, StructuredOutputsParams
+
+log = logging.getLogger(__name__)
+
+KEPT = 128
+"""Compiled grammars that are remembered."""
+THREADS = 2
+"""One that is busy with something large does not hold up the rest."""
+STACK_BYTES = 64 * 2**20
+"""Of a compiling thread: the compiler recurses over chains of rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar, for any number of sequences."""
+
+    eos: tuple[int, ...]
+    """Tokens that may follow a complete text."""
+    _first: llguidance.LLMatcher
+    _vocabulary: llguidance.LLTokenizer
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        return self._vocabulary.tokenize_bytes(text)
+
+    def matcher(self) -> llguidance.LLMatcher:
+        """At the beginning of a text."""
+        return self._first.deep_copy()
+
+
+class Compiler:
+    """From `StructuredOutputsParams` to a `Grammar`."""
+
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab: int,
+        eos: Sequence[int],
+        *,
+        disable_any_whitespace: bool = False,
+        disable_additional_properties: bool = False,
+    ) -> None:
+        """Takes about a second for 50,000 tokens.
+
+        Args:
+            tokenizer: its definition, in the tokenizers library's JSON.
+            vocab: token ids of the model.
+            eos: tokens that end a text.
+            disable_any_whitespace: as if every request said so.
+            disable_additional_properties: likewise.
+        """
+        self._always: dict[str, bool] = {}
+        if disable_any_whitespace:
+            self._always["disable_any_whitespace"] = True
+        if disable_additional_properties:
+            self._always["disable_additional_properties"] = True
+        self._eos = tuple(eos)
+        self._vocabulary = _vocabulary(tokenizer, vocab, self._eos)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+            ready = threading.Barrier(THREADS)
+            list(self._threads.map(lambda _: ready.wait(), range(THREADS)))
+        finally:
+            threading.stack_size(before)
+
+    def submit(self, asked: StructuredOutputsParams) -> Future[Grammar]:
+        """Compiles in another thread.
+
+        The future raises `InvalidRequest` where the grammar is wrong, too large, or uses what is not served.
+        """
+        return self._threads.submit(self._compile, asked)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, asked: StructuredOutputsParams) -> Grammar:
+        if self._vocabulary is None:
+            raise InvalidRequest("structured outputs cannot be had with this model's tokenizer", "structured_outputs")
+        text = grammar_of(replace(asked, **self._always))
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+                return self._kept[text]
+        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            why = " ".join(matcher.get_error().split())
+            raise InvalidRequest(f"structured_outputs.{asked.kind}: {why[:1000]}", "structured_outputs")
+        grammar = Grammar(self._eos, matcher, self._vocabulary)
+        with self._lock:
+            self._kept[text] = grammar
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+
+def _vocabulary(tokenizer: str, vocab: int, eos: Sequence[int]) -> llguidance.LLTokenizer | None:
+    try:
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=list(eos) or None)
+    except ValueError as error:
+        log.warning("no structured outputs: llguidance cannot read this model's tokenizer (%s)", error)
+        return None
