@@ -166,6 +166,8 @@ class ServerConfig:
         put("api_key", _names("api_key", self.api_key))
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             put(name, _words(name, getattr(self, name)))
+        put("tool_call_parser", self.tool_call_parser or None)
+        put("reasoning_parser", self.reasoning_parser or None)
         put("default_chat_template_kwargs", _mapping("default_chat_template_kwargs", self.default_chat_template_kwargs))
         _one_of("chat_template_content_format", self.chat_template_content_format, ("auto", "string", "openai"))
         put("max_num_queued_tokens", _size("max_num_queued_tokens", self.max_num_queued_tokens))

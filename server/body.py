@@ -6,6 +6,7 @@ Decides what happens to fields that the record does not have: refused by name, i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -33,8 +34,9 @@ async def read[T: msgspec.Struct](
     *,
     refused: Mapping[str, Harmless],
     ignored: frozenset[str],
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """The body as a `record`.
+    """The body as a `record`. `instead`: what to use in place of a refused field.
 
     Raises:
         ApiError: 400, 413 or 415; the message names the field.
@@ -57,7 +59,7 @@ async def read[T: msgspec.Struct](
     unknown = [name for name in fields if name not in known and name not in ignored]
     for name in unknown:
         if name in refused:
-            _check_harmless(name, fields[name], refused[name])
+            _check_harmless(name, fields[name], refused[name], instead.get(name))
     service.log_unknown([name for name in unknown if name not in refused])
     return found
 
@@ -100,11 +102,12 @@ def _invalid(message: str) -> ApiError:
     return bad_request(f"{path}: {text}" if path else text, param)
 
 
-def _check_harmless(name: str, raw: msgspec.Raw, harmless: Harmless) -> None:
+def _check_harmless(name: str, raw: msgspec.Raw, harmless: Harmless, instead: str | None) -> None:
     try:
         value: object = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         value = raw
     if value is None or any(type(value) is type(h) and value == h for h in harmless):
         return
-    raise bad_request(f"{name} is not served yet: leave it out", name, "unsupported_parameter")
+    advice = "is not served yet: leave it out" if instead is None else f"is not served: use {instead} instead"
+    raise bad_request(f"{name} {advice}", name, "unsupported_parameter")

@@ -40,7 +40,7 @@ class QueueLimits:
         before = self._promised
         waiting = waiting_with(before[0] + sequences, before[1] + tokens)
         for count, (name, most) in zip(waiting, self._most.items(), strict=True):
-            if count and most is not None and count > most:
+            if most is not None and count > most:
                 self.on_refusal(name)
                 raise _queue_full(name, most)
         if len(sizes) > 1:

@@ -8,7 +8,10 @@ from server.service import Service
 
 
 class UnderPath:
-    """ASGI middleware: with the root `/llm`, `/llm/x` is `/x`, as it is without a proxy, or with one that takes the root away."""
+    """ASGI middleware: with the root `/llm`, `/llm/x` is `/x`.
+
+    `/x` is itself still: some proxies take the root away.
+    """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app = app

@@ -184,6 +184,7 @@ class Run:
             return 1
         with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
             code = runner.run(self._life(http))
+        self._service.templates.close()
         if self._service.engine is not None:
             self._service.engine.close()
         return code

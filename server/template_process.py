@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +28,8 @@ MAX_MEMORY = 1 << 30
 """Bytes that a template may take, over what the process needs anyway."""
 MAX_TEXT = 1 << 25
 """Characters of a prompt."""
+_ALARM = 2 * int(MAX_SECONDS)
+"""Seconds after which the process ends itself, should nobody be there any more to end it."""
 _SIZE = struct.Struct("<Q")
 _ROOT = Path(__file__).parents[1]
 
@@ -69,6 +72,10 @@ class TemplateProcess:
         return rendered.text
 
     def close(self) -> None:
+        """Ends the process, also in the middle of a template."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.kill()
         self._thread.shutdown()
         self._end()
 
@@ -102,6 +109,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": str(_ROOT), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+                start_new_session=True,
             )
         return self._process
 
@@ -120,6 +128,7 @@ def main() -> None:
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
     _limit_memory()
     while (job := _read(sys.stdin.buffer, Job)) is not None:
+        signal.alarm(_ALARM)
         try:
             texts, _ = render(
                 conversations=[job.messages],
@@ -136,6 +145,7 @@ def main() -> None:
             rendered = Rendered(error="it needs too much memory")
         except Exception as error:  # a template is a program: it may fail in any way
             rendered = Rendered(error=str(error)[:2000] or type(error).__name__)
+        signal.alarm(0)
         _write(out, rendered)
 
 

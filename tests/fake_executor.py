@@ -173,7 +173,7 @@ class Letters:
         self.eos_token_id = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(c) % VOCAB for c in text]
+        return [(ord(c) - ord("0")) % VOCAB for c in text]
 
     def token_text(self, token: int) -> str:
         return chr(ord("0") + token)

@@ -10,8 +10,17 @@ import pytest
 
 from jaxserve.deltas import Deltas
 from jaxserve.engine import Bounds, Engine
+from jaxserve.grammar.compile import Grammar
 from jaxserve.host.scheduler import Limits, Scheduler
-from jaxserve.types import Observer, Request, RequestOutput, RequestStats, SamplingParams, StepStats
+from jaxserve.types import (
+    Observer,
+    Request,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    StepStats,
+    StructuredOutputsParams,
+)
 from tests.fake_executor import FakeExecutor, Letters
 
 BOUNDS = Bounds(
@@ -44,12 +53,22 @@ class World:
         return steps
 
     def add(
-        self, name: str, prompt: Sequence[int], *, priority: int = 0, cache_salt: str | None = None, **params: object
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        grammar: Grammar | None = None,
+        thinking_end: str | None = None,
+        **params: object,
     ) -> None:
         p = SamplingParams(temperature=0).clone(**params)
-        request = Request(name, tuple(prompt), p, priority=priority, cache_salt=cache_salt)
+        if grammar is not None:
+            p = p.clone(structured_outputs=StructuredOutputsParams(regex="compiled already"))
+        request = Request(name, tuple(prompt), p, None, priority, cache_salt, thinking_end=thinking_end)
         self.engine.check(request)
-        self.engine.add(request)
+        self.engine.add(request, (), grammar)
 
     def abort(self, name: str) -> RequestOutput | None:
         last = self.engine.abort(name)

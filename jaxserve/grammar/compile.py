@@ -19,6 +19,19 @@ from jaxserve.types import InvalidRequest, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
+_KEYWORDS = {
+    "Resource '": "$ref",
+    "Pointer '": "$ref",
+    "regex parse error": "pattern",
+    "patternProperty": "patternProperties",
+    "Failed to generate regex for": "minimum, maximum",
+    "invalid multiple": "multipleOf",
+    "Unknown format": "format",
+    "anyOf is empty": "enum",
+}
+"""Which keyword of a schema is meant by messages of llguidance that name none."""
+_ONE_OF = "oneOf is served only where its alternatives are easily told apart; anyOf is the usual replacement"
+
 KEPT = 128
 """Compiled grammars that are remembered."""
 THREADS = 2
@@ -78,8 +91,9 @@ class Compiler:
         before = threading.stack_size(STACK_BYTES)
         try:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-            ready = threading.Barrier(THREADS)
-            list(self._threads.map(lambda _: ready.wait(), range(THREADS)))
+            all_here = threading.Barrier(THREADS)
+            for started in [self._threads.submit(all_here.wait) for _ in range(THREADS)]:
+                started.result()
         finally:
             threading.stack_size(before)
 
@@ -103,14 +117,22 @@ class Compiler:
                 return self._kept[text]
         matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            why = " ".join(matcher.get_error().split())
-            raise InvalidRequest(f"structured_outputs.{asked.kind}: {why[:1000]}", "structured_outputs")
+            raise InvalidRequest(f"structured_outputs.{asked.kind}: {_why(matcher)}", "structured_outputs")
         grammar = Grammar(self._eos, matcher, self._vocabulary)
         with self._lock:
             self._kept[text] = grammar
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+
+def _why(matcher: llguidance.LLMatcher) -> str:
+    """The error, on one line, with the keyword of the schema that it is about."""
+    message = " ".join(matcher.get_error().split())
+    if "coerce_one_of" in message:
+        return _ONE_OF
+    keyword = next((word for start, word in _KEYWORDS.items() if start in message), None)
+    return (message if keyword is None else f"{keyword}: {message}")[:1000]
 
 
 def _vocabulary(tokenizer: str, vocab: int, eos: Sequence[int]) -> llguidance.LLTokenizer | None:

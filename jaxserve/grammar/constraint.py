@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import llguidance
 import llguidance.numpy
 import numpy as np
-from jaxtyping import Int32
 
 from jaxserve.grammar.compile import Grammar
 
-TokenMasks = Int32[np.ndarray, "S W"]
-"""In each row, token v is bit v % 32 of word v // 32."""
+TokenMasks = np.ndarray
+"""i32[S, W]: in each row, token v is bit v % 32 of word v // 32."""
 
 _threads = llguidance.LLExecutor()
 

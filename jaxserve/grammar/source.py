@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.grammar import tags
 from jaxserve.types import InvalidRequest, StructuredOutputsParams
@@ -22,6 +22,7 @@ MAX_RULES = 2000
 WHITESPACE = r"(\r?\n[ \t]{0,40}| ?)"
 """Between the parts of JSON: bounded, so that a model that only knows how to go on cannot go on for ever."""
 
+_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _RULE = re.compile(r'^\s*[?!]?[\w.]+\s*(\[[^\]]*\])?\s*:|ref"|\\u', re.MULTILINE)
 
 
@@ -82,7 +83,7 @@ def _schema(given: object, name: str) -> object:
         return {}
     if not isinstance(schema, dict):
         raise _refused(name, "must be a JSON Schema: an object, true or false")
-    if _depth(schema) > MAX_DEPTH:
+    if _depth(cast(object, schema)) > MAX_DEPTH:
         raise _refused(name, f"nests deeper than {MAX_DEPTH} levels")
     return cast(object, schema)
 
@@ -121,12 +122,14 @@ def _closed(schema: object) -> object:
 
 
 def _lark(text: str, name: str) -> str:
+    if not _GBNF.search(text):
+        return text
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except RecursionError:
         raise _refused(name, "nests too deep") from None
     except Exception as error:  # the converter fails in its own ways on what is no grammar
-        raise _refused(name, f"is neither Lark nor GBNF: {error}") from None
+        raise _refused(name, f"is no GBNF: {error}") from None
 
 
 def _checked_lark(text: str, name: str) -> str:

@@ -31,7 +31,7 @@ def lark_of(text: str, options: Mapping[str, object]) -> str:
         raise _wrong(f"is not JSON: {error}") from None
     tag = _object(tag, "structural_tag")
     writer = _Writer(options)
-    if "format" in tag:
+    if tag.get("format") is not None:
         start = writer.format(tag["format"], 0)
     else:
         start = writer.triggered(_triggers(tag.get("triggers")), [_old_tag(t) for t in _list(tag, "structures")], 0)
@@ -102,20 +102,21 @@ class _Writer:
         return self._rule(many if spec.get("at_least_one") else f"({many})?")
 
     def _tag(self, spec: Mapping[str, object], begin: str, depth: int) -> str:
-        content = self.format(spec.get("content"), depth + 1)
+        inside = _object(spec.get("content"), "content")
         end = spec.get("end", "")
         ends = cast(list[object], end) if isinstance(end, list) else [end]
         if not ends or not all(isinstance(e, str) for e in ends):
             raise _wrong("has a tag whose end is not text")
         closing = " | ".join(_quoted(str(e)) for e in ends)
-        return self._rule(f"{_quoted(begin)} {content} ({closing})")
+        if inside.get("type") == "any_text":
+            rest = self._rule(f"{_ANY} ({closing})", "[lazy]")  # up to the first end
+        else:
+            rest = f"{self.format(inside, depth + 1)} ({closing})"
+        return self._rule(f"{_quoted(begin)} {rest}")
 
     def _json(self, schema: object) -> str:
-        own = dict(self._options)
-        body: object = {**schema, "x-guidance": own} if isinstance(schema, dict) else schema
-        if not isinstance(body, dict | bool):
-            raise _wrong("has a json_schema that is neither an object nor true or false")
-        return "%json " + json.dumps(body if isinstance(body, dict) else {"x-guidance": own} if body else {"not": {}})
+        body = _object({} if schema is True else schema, "json_schema")
+        return "%json " + json.dumps({**body, "x-guidance": dict(self._options)})
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"

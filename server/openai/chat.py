@@ -15,7 +15,7 @@ from jaxserve.types import CompletionOutput
 from server import body
 from server.ids import response_id
 from server.openai.chat_job import Job, prepared
-from server.openai.fields import IGNORED, REFUSED_IN_CHAT
+from server.openai.fields import IGNORED, INSTEAD, REFUSED_IN_CHAT
 from server.openai.generating import Names, collect, usage_chunks
 from server.openai.logprobs import prompt_logprobs
 from server.openai.protocol import (
@@ -36,7 +36,7 @@ from server.service import Service
 async def chat_completions(request: Request) -> Response | EventStream:
     service: Service = request.app.state.service
     service.ready()
-    asked = await body.read(request, service, ChatRequest, refused=REFUSED_IN_CHAT, ignored=IGNORED)
+    asked = await body.read(request, service, ChatRequest, refused=REFUSED_IN_CHAT, ignored=IGNORED, instead=INSTEAD)
     model = service.check_model(asked.model)
     names = Names(response_id("chatcmpl", request, asked.request_id), int(time.time()), model)
     if asked.stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -75,6 +75,8 @@ class Job:
 async def prepared(asked: ChatRequest, service: Service, names: Names) -> Job:
     """The request as a job, which the engine may be given at once.
 
+    An answer whose shape is the caller's (`structured_outputs`, `response_format`) holds no calls, only content.
+
     Raises:
         ApiError: 400, something in it is wrong or cannot be served; 503, too much waits already.
     """
@@ -89,11 +91,13 @@ async def prepared(asked: ChatRequest, service: Service, names: Names) -> Job:
     if own is not None and use.forced:
         message = "tool_choice cannot demand calls of an answer that structured_outputs or response_format shapes"
         raise bad_request(message, "tool_choice")
+    if own is not None:
+        use = replace(use, mode="none")
     talk = await conversation(asked.chat(), use, service, whole=asked.truncate_prompt_tokens is None)
     if asked.thinking_token_budget is not None and talk.dialect.reasoning is None:
         message = "thinking_token_budget needs a model that thinks, or a --reasoning-parser that knows how it does"
         raise bad_request(message, "thinking_token_budget")
-    manner = _manner(asked, use, talk, own, service.server.response_role)
+    manner = _manner(asked, use, talk, service.server.response_role)
     wish = _wish(asked, engine)
     prompt = truncated(talk.prompt, asked, wish, engine.max_model_len)
     params = _params(asked, engine, manner, answer_room(prompt, wish, engine.max_model_len), own)
@@ -103,10 +107,7 @@ async def prepared(asked: ChatRequest, service: Service, names: Names) -> Job:
     return Job(asked, engine, names, prompt, params, manner, thinking_end, service.server.enable_per_request_metrics)
 
 
-def _manner(
-    asked: ChatRequest, use: ToolUse, talk: Conversation, own: StructuredOutputsParams | None, role: str
-) -> Manner:
-    """An answer of a shape of the caller's own holds no calls: all of it is content."""
+def _manner(asked: ChatRequest, use: ToolUse, talk: Conversation, role: str) -> Manner:
     last = asked.messages[-1]
     if asked.continue_final_message:
         role = last.role
@@ -114,7 +115,7 @@ def _manner(
         dialect=talk.dialect,
         use=use,
         opened=talk.opened,
-        finds_calls=use.mode != "none" and own is None,
+        finds_calls=use.mode != "none",
         with_reasoning=asked.include_reasoning is not False,
         hides_specials=asked.skip_special_tokens is not False,
         role=role,

@@ -16,13 +16,14 @@ from jaxserve.types import MAX_N, CompletionOutput, RequestOutput, SamplingParam
 from server import body
 from server.errors import bad_request
 from server.ids import response_id
-from server.openai.fields import IGNORED, REFUSED_IN_COMPLETIONS
+from server.openai.fields import IGNORED, INSTEAD, REFUSED_IN_COMPLETIONS
 from server.openai.generating import Count, Names, collect, start, usage_chunks
 from server.openai.logprobs import Lines, joined, prompt_logprobs, trimmed
 from server.openai.params import sampling_params
 from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts, truncated
 from server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from server.openai.sse import EventStream, event
+from server.openai.structured import wanted
 from server.racing import race
 from server.service import Engine, Service
 
@@ -54,7 +55,9 @@ class Job:
 async def completions(request: Request) -> Response | EventStream:
     service: Service = request.app.state.service
     service.ready()
-    asked = await body.read(request, service, CompletionRequest, refused=REFUSED_IN_COMPLETIONS, ignored=IGNORED)
+    asked = await body.read(
+        request, service, CompletionRequest, refused=REFUSED_IN_COMPLETIONS, ignored=IGNORED, instead=INSTEAD
+    )
     model = service.check_model(asked.model)
     names = Names(response_id("cmpl", request, asked.request_id), int(time.time()), model)
     if asked.stream:
@@ -72,6 +75,7 @@ async def _job(asked: CompletionRequest, service: Service, names: Names) -> Job:
         name = "n" if asked.best_of is None else "best_of"
         raise bad_request(f"{name} times the number of prompts must be at most {MAX_CHOICES}", name)
     rooms = [answer_room(p, wish, engine.max_model_len) for p in prompts]
+    shape = wanted(asked)
     params = [
         sampling_params(
             asked,
@@ -80,6 +84,7 @@ async def _job(asked: CompletionRequest, service: Service, names: Names) -> Job:
             logprobs=0 if asked.logprobs is None and _chooses(asked) else asked.logprobs,
             prompt_logprobs=_scored(asked),
             logprobs_name="logprobs",
+            structured=shape,
             candidates=asked.best_of,
         )
         for room in rooms

@@ -1,9 +1,9 @@
 """From messages and tools to the prompt that the model's chat template makes of them.
 
 Text is taken as it is written: a special token's name in a message becomes that token, as it does with transformers.
-The server's own template renders here, in a thread where there is much to do; a template that a request brings renders
-in a process of its own. Tools stand in the prompt also where `tool_choice` is none, as the template writes them; in the
-words that stand in for a template without tools, they do not.
+The server's own template is trusted: it renders here, in a thread where there is much to do. A template that a request
+brings renders in a process of its own. Tools stand in the prompt also where `tool_choice` is none, as the template
+writes them; in the words that stand in for a template without tools, they do not.
 """
 
 from __future__ import annotations

@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from server.body import Harmless
 
 _EITHER: dict[str, Harmless] = {
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json_object": (False,),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "response_format": ({"type": "text"},),
+    "guided_decoding_backend": (),
     "early_stopping": (False,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
@@ -59,6 +57,12 @@ REFUSED_IN_CHAT: Mapping[str, Harmless] = {
 REFUSED_IN_TOKENIZE: Mapping[str, Harmless] = {
     "mm_processor_kwargs": ({},),
 }
+
+INSTEAD: Mapping[str, str] = {
+    f"guided_{name}": f'structured_outputs: {{"{name}": ...}}'
+    for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+}
+"""Where vLLM's older fields have gone."""
 
 IGNORED = frozenset(
     """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id

@@ -24,6 +24,38 @@ class StreamOptions(Struct, kw_only=True, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(Struct, kw_only=True, frozen=True):
+    """What an answer must look like: exactly one of the first six."""
+
+    json: str | bool | dict[str, Json] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Json] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: bool | dict[str, Json] | None = None
+    strict: bool | None = None
+    """The schema is enforced either way."""
+
+
+class ResponseFormat(Struct, kw_only=True, frozen=True):
+    """OpenAI's way to ask for JSON, and vLLM's for structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[Json] | None = None
+    triggers: list[str] | None = None
+    format: Json | None = None
+
+
 class SamplingFields(Struct, kw_only=True, frozen=True):
     """The fields that chat and completions share. None: not given."""
 
@@ -60,6 +92,8 @@ class SamplingFields(Struct, kw_only=True, frozen=True):
     length_penalty: float | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True, frozen=True):

@@ -8,6 +8,7 @@ It is the whole answer, alone or between `<|python_start|>` and `<|python_end|>`
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from server.parsers.engine import Found, Steps, Tape, nowhere
 from server.parsers.grammar import Grammar, any_of, escaped, json_of, quoted
@@ -47,46 +48,66 @@ def _read(tape: Tape, found: Found, tools: Tools) -> Steps[None]:
     yield from tape.accept(_END)
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call while it is read."""
+
+    found: Found
+    name: str
+    started: bool = False
+    before: str = "{"
+
+    def start(self) -> None:
+        if not self.started:
+            self.started = True
+            self.found.start(self.name)
+
+    def open(self, key: str) -> None:
+        """The next argument begins."""
+        self.start()
+        self.found.arguments(f'{self.before}"{inside_string(key)}": ')
+        self.before = ", "
+
+    def finish(self) -> None:
+        self.start()
+        self.found.arguments("{}" if self.before == "{" else "}")
+        self.found.end()
+
+
 def _read_call(tape: Tape, found: Found, tools: Tools, raw: list[str]) -> Steps[bool]:
     """One call. It has started once its name is known, and is that of a tool or followed by a keyword or nothing."""
     yield from tape.space(raw.append)
-    name = yield from _read_name(tape, raw)
+    call = _Call(found, (yield from _read_name(tape, raw)))
     bracket = yield from tape.accept("(")
     raw.append(bracket)
-    if not name or not bracket:
+    if not call.name or not bracket:
         found.content("".join(raw))
         return False
-    started = name in tools
-    if started:
-        found.start(name)
+    if call.name in tools:
+        call.start()
         raw.clear()
-    before = "{"
-    while True:
-        yield from tape.space(raw.append)
-        if (yield from tape.see(")")):
-            break
-        key = yield from _read_keyword(tape, raw)
-        if not key:
-            found.content("".join(raw))
+    yield from tape.space(raw.append)
+    while not (yield from tape.accept(")")):
+        if not (yield from _read_argument(tape, call, raw)):
             return False
-        if not started:
-            found.start(name)
-            started = True
-        raw.clear()
-        found.arguments(f'{before}"{inside_string(key)}": ')
-        yield from tape.space(nowhere)
-        if not (yield from read_literal(tape, found.arguments)):
-            return False
-        before = ", "
-        yield from tape.space(raw.append)
-        comma = yield from tape.accept(",")
-        if not comma and not (yield from tape.see(")")):
-            return False
-    tape.take(1)
-    if not started:
-        found.start(name)
-    found.arguments("{}" if before == "{" else "}")
-    found.end()
+    call.finish()
+    return True
+
+
+def _read_argument(tape: Tape, call: _Call, raw: list[str]) -> Steps[bool]:
+    key = yield from _read_keyword(tape, raw)
+    if not key:
+        call.found.content("".join(raw))
+        return False
+    raw.clear()
+    call.open(key)
+    yield from tape.space(nowhere)
+    if not (yield from read_literal(tape, call.found.arguments)):
+        return False
+    yield from tape.space(nowhere)
+    if not (yield from tape.accept(",")):
+        return bool((yield from tape.see(")")))
+    yield from tape.space(nowhere)
     return True
 
 

@@ -210,6 +210,15 @@ def test_a_signal_ends_requests_that_take_too_long(start) -> None:
     assert server.ended()[0] == 0
 
 
+def test_refusals_reach_the_metrics(start) -> None:
+    server = start(max_num_queued_tokens=1)
+    wait_for(lambda: server.status() == 200)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 300}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert re.search(r'admission_rejections_total\{.*reason="max_num_queued_tokens"\} 1\.0', metrics)
+
+
 def test_it_listens_on_a_unix_socket_and_takes_over_an_old_one(start, tmp_path: Path) -> None:
     path = tmp_path / "jaxserve.sock"
     with socket.socket(socket.AF_UNIX) as old:

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from jaxserve.config import ServerConfig
-from jaxserve.types import CompletionOutput, InvalidRequest
+from jaxserve.types import CompletionOutput, InvalidRequest, StructuredOutputsParams
 from server.flags import add_flags, read_flags
+from server.openai import chat_job
 from server.openai.dialect import Dialect, check_parsers, dialect_of, spelling
 from server.openai.messages import short_id
 from server.openai.speaking import Manner, Speaker, Without
@@ -103,6 +104,52 @@ async def test_a_stream_says_what_the_whole_answer_says(client, engine: FakeEngi
     assert ("tool_calls" in said) == bool(calls)
     message, end = assembled(await stream(client, PATH, messages=ASK, tools=TOOLS))
     assert (comparable(message), end) == (comparable(said), finish)
+
+
+ROME = '{"city": "Rome"}'
+FORMATS = {
+    "deepseek_v31": f"<|tool▁calls▁begin|><|tool▁call▁begin|>get_weather<|tool▁sep|>{ROME}"
+    "<|tool▁call▁end|><|tool▁calls▁end|>".replace("|", "\uff5c"),
+    "hermes": CALL,
+    "json": f'{{"name": "get_weather", "arguments": {ROME}}}',
+    "llama3_json": f'{{"name": "get_weather", "parameters": {ROME}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ROME}}}]',
+    "openai": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ROME}<|call|>",
+    "pythonic": '[get_weather(city="Rome")]',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_every_format_is_told_in_the_same_way(engine: FakeEngine, name: str) -> None:
+    engine.script = FORMATS[name]
+    async with client_of(make_service(engine, tool_call_parser=name)) as client:
+        for limit in (400, len(engine.script) // 2):
+            choice = (await ask(client, max_tokens=limit))["choices"][0]
+            message, end = assembled(await stream(client, PATH, messages=ASK, tools=TOOLS, max_tokens=limit))
+            assert (comparable(message), end) == (comparable(choice["message"]), choice["finish_reason"])
+            assert choice["finish_reason"] == ("tool_calls" if limit == 400 else "length")
+            if limit == 400:
+                [call] = choice["message"]["tool_calls"]
+                assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                    "get_weather",
+                    {"city": "Rome"},
+                )
+                assert choice["message"]["content"] is None
+
+
+async def test_an_answer_of_the_callers_shape_holds_no_calls(client, engine: FakeEngine, monkeypatch) -> None:
+    shape = StructuredOutputsParams(json_object=True)
+    monkeypatch.setattr(chat_job, "wanted", lambda _: shape)
+    engine.script = CALL
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for tools in (TOOLS, [strict]):
+        choice = (await ask(client, tools=tools))["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+        assert engine.params[-1].structured_outputs == shape
+    for demand in ("required", NAMED):
+        body = {"messages": ASK, "tools": TOOLS, "tool_choice": demand}
+        assert error_of(await client.post(PATH, json=body), 400)["param"] == "tool_choice"
 
 
 async def test_ids_are_distinct_and_have_openais_form(client, engine: FakeEngine) -> None:

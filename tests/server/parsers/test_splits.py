@@ -21,8 +21,8 @@ PIECES = [
     "commentary to=functions.now",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>", "function", "```json\n", "```", "<think>", "</think>", '{"name": "now"', ', "arguments": ',
-    '"parameters"', '{"a": 1}', "get_weather", "now", "(city='x'", "days=", "{", "}", "[", "]", "(", ")", '"', "'", "\\",
-    "\\u00e9", ":", ",", "=", ";", " ", "\n", "1", "-2.5e3", "true", "None", "ключ", "\x00", "<", "<t", "[T",
+    '"parameters"', '{"a": 1}', "get_weather", "now", "(city='x'", "days=", "{", "}", "[", "]", "(", ")", '"', "'",
+    "\\", "\\u00e9", ":", ",", "=", ";", " ", "\n", "1", "-2.5e3", "true", "None", "ключ", "\x00", "<", "<t", "[T",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25).map("".join)
 MACHINES = [(name, None) for name in TOOL_FORMATS] + [(None, name) for name in REASONING_FORMATS]
