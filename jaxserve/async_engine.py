@@ -178,6 +178,8 @@ class AsyncEngine:
         banned = bad_word_tokens(params, self.tokenizer, self.bounds)
         asked = params.structured_outputs
         size = (params.n, params.n * len(request.prompt_ids))
+        if not self.is_running:
+            raise self._end()
         with self._backlog.coming(*size):
             grammar = None if asked is None else await self._compiled(asked)
         if not self.is_running:
@@ -236,6 +238,11 @@ class AsyncEngine:
                 f"structured_outputs.{asked.kind} could not be compiled within {COMPILE_SECONDS} s; make it simpler",
                 "structured_outputs",
             ) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.is_running or (task is not None and task.cancelling()):
+                raise
+            raise self._end() from None  # the compiler has dropped it, because the engine is closed
 
     def _post(self, action: Callable[[], object]) -> None:
         with self._wake:

@@ -137,9 +137,11 @@ class ServerConfig:
     disable_fastapi_docs: bool = _option(False, "no /openapi.json")
     sse_keep_alive_interval: float = _option(0.0, "seconds of silence after which a stream says a comment; 0: never")
     enable_auto_tool_choice: bool = _option(True, "the model may call tools where tool_choice leaves it the choice")
-    tool_call_parser: str | None = _option(None, "how the model writes tool calls; unset: what its chat template says")
+    tool_call_parser: str | None = _option(
+        None, "how the model writes tool calls (hermes, llama3_json, ...); unset: what its chat template says"
+    )
     reasoning_parser: str | None = _option(
-        None, "how the model writes its reasoning; unset: what its chat template says; none: it does not reason"
+        None, "how the model writes its reasoning (qwen3, ...); unset: what its chat template says; none: not at all"
     )
     chat_template_content_format: str = _option(
         "auto", "content of messages as templates see it: string, openai (a list of parts), or auto"
@@ -158,7 +160,7 @@ class ServerConfig:
     uvicorn_log_level: str = _option("warning", "critical, error, warning, info or debug")
     disable_log_stats: bool = _option(False, "no line of statistics every ten seconds")
     disable_uvicorn_access_log: bool = _option(False, "no line for each HTTP request, whatever uvicorn_log_level")
-    enable_log_requests: bool = _option(False, "a line for each request: its id, prompt and parameters")
+    enable_log_requests: bool = _option(False, "a line for each request: its id, lengths of prompts, parameters")
     max_log_len: int | None = _option(None, "characters of the prompt in that line; unset: none of it")
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class Flight(Protocol):
         ...
 
     def read(self) -> StepResult:
-        """Waits for the device."""
+        """Waits for the device. A step that was not sampled is, freely: it is only waited for then."""
         ...
 
 
@@ -48,6 +48,10 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+MOST_CERTAIN = 256
+"""Tokens that are taken in unsampled in one step, over all sequences: each costs a mask, and all others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ class Engine:
         self._depth = depth
         self._observers = tuple(observers)
         self._flying: deque[tuple[StepPlan, Flight]] = deque()
+        self._unsampled = False
+        """Of the latest one: whoever waited for the steps before it was interrupted."""
         self._answers: dict[str, Answer] = {}
         self._constraints: dict[int, Constraint] = {}
         """By sequence number; whoever may say anything has none."""
@@ -184,10 +190,10 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         taken = _Taken()
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self._start(plan, taken)
-        if self._flying and (plan is None or len(self._flying) >= self._depth):
+        started = self._unsampled or self._launch()
+        if started:
+            self._sample(taken)
+        if self._flying and (not started or len(self._flying) >= self._depth):
             self._land(taken)
         outputs = [answer.output() for answer in taken.answers.values()]
         for answer in taken.answers.values():
@@ -219,25 +225,42 @@ class Engine:
         """The next step raises this. Safe from any thread."""
         self._failure = error
 
-    def _start(self, plan: StepPlan, taken: _Taken) -> None:
-        """Launches a step. If it may not say just anything, the steps before it are read while it computes."""
-        try:
-            flight = self._executor.launch(plan)
+    def _launch(self) -> bool:
+        """Starts the next step, if there is one."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return False
+        with self._or_fail():
+            self._flying.append((plan, self._executor.launch(plan)))
+            self._unsampled = True
             self._note_admissions(plan)
-            constrained = [at for at in range(plan.emitting) if plan.chunks[at].sequence in self._constraints]
-            while constrained and self._flying:
-                self._land(taken)
+        return True
+
+    def _sample(self, taken: _Taken) -> None:
+        """Ends the latest step. If it may not say just anything, the steps before it are read while it computes."""
+        plan, flight = self._flying[-1]
+        constrained = any(chunk.sequence in self._constraints for chunk in plan.chunks[: plan.emitting])
+        while constrained and len(self._flying) > 1:
+            self._land(taken)
+        with self._or_fail():
             flight.sample(self._choose(plan, taken) if constrained else None)
-        except BaseException as e:  # the scheduler counts on a plan that it made: this is the end of the engine
+        self._unsampled = False
+
+    @contextlib.contextmanager
+    def _or_fail(self) -> Generator[None]:
+        """The scheduler counts on a plan that it made: one that cannot be carried out is the end of the engine."""
+        try:
+            yield
+        except BaseException as e:
             self.fail(e)
             raise
-        self._flying.append((plan, flight))
 
     def _choose(self, plan: StepPlan, taken: _Taken) -> Choice:
         """What the chunks of a step may say; every token before them has been read.
 
         Where only one token may follow it is taken in at once, and so on after it: they are computed together in the
-        next step. Not where log probabilities are wanted, which only sampling gives.
+        next step, or in the ones after it if they are many. Not where log probabilities are wanted, which only
+        sampling gives.
         """
         masks = np.full((plan.emitting, -(-self.bounds.vocab // 32)), -1, np.int32)
         settled: set[int] = set()
@@ -249,21 +272,25 @@ class Engine:
             elif s.number in self._constraints:
                 bound.append((at, s, self._constraints[s.number]))
         fill([(at, constraint) for at, _, constraint in bound], masks)
+        left = MOST_CERTAIN
         for at, s, constraint in bound:
-            if _may_jump(s, plan.chunks[at]) and self._jump(s, constraint, masks, at, taken):
-                settled.add(at)
+            if _may_jump(s, plan.chunks[at]):
+                count = self._jump(s, constraint, masks, at, left, taken)
+                left -= count
+                if count:
+                    settled.add(at)
         return Choice(masks, frozenset(settled))
 
-    def _jump(self, s: Sequence, constraint: Constraint, masks: TokenMasks, at: int, taken: _Taken) -> bool:
-        """Takes in the tokens that are certain; whether there were any."""
-        jumped = False
-        while s.finish_reason is None and (token := certain(masks, at)) is not None:
-            jumped = True
+    def _jump(self, s: Sequence, constraint: Constraint, masks: TokenMasks, at: int, most: int, taken: _Taken) -> int:
+        """Takes in the tokens that are certain, `most` of them; how many there were."""
+        count = 0
+        while count < most and s.finish_reason is None and (token := certain(masks, at)) is not None:
+            count += 1
             self.scheduler.force(s, token)
             self._take(s, token, 0, None, taken)
             masks[at] = -1
             constraint.fill(masks, at)
-        return jumped
+        return count
 
     def _land(self, taken: _Taken) -> None:
         """Reads the oldest step in flight."""
@@ -278,11 +305,14 @@ class Engine:
     def _take(self, s: Sequence, token: int, at: int, scores: Scores | None, taken: _Taken) -> None:
         """Gives a committed token to its answer; a stop string in its text ends the sequence."""
         answer = taken.answers[s.request.id] = self._answers[s.request.id]
-        constraint = self._constraints.get(s.number)
-        if constraint is not None and not constraint.accept(token):
-            self._end(s, "error", "structured_outputs: nothing that may follow was left to say")
-            return
         taken.now = taken.now or time.monotonic()
+        constraint = self._constraints.get(s.number)
+        if constraint is not None:
+            if not constraint.accept(token):
+                self._end(s, "error", "structured_outputs: nothing that may follow was left to say")
+                return
+            if constraint.done:
+                del self._constraints[s.number]
         fresh = not answer.times.first_token
         piece, gap = answer.take(s.index, token, at, scores, taken.now)
         if fresh:
@@ -314,7 +344,7 @@ class Engine:
     def _thinking(self, request: Request) -> Thinking | None:
         """The time before a request's constraint begins, if there is one and it matters."""
         p, end = request.params, request.thinking_end
-        if end is None or (p.structured_outputs is None and p.thinking_token_budget is None):
+        if not end or (p.structured_outputs is None and p.thinking_token_budget is None):
             return None
         if p.structured_outputs is not None and self.bounds.constrain_thinking:
             return None
@@ -385,9 +415,15 @@ def _check(request: Request, b: Bounds) -> None:
             "left for the answer; shorten the prompt or raise --max-model-len",
             "prompt",
         )
-    if p.thinking_token_budget is not None and request.thinking_end is None:
+    if p.thinking_token_budget is not None and not request.thinking_end:
         raise InvalidRequest(
             "thinking_token_budget needs a model that thinks, and a --reasoning-parser", "thinking_token_budget"
+        )
+    if p.thinking_token_budget is not None and p.structured_outputs is not None and b.constrain_thinking:
+        raise InvalidRequest(
+            "thinking_token_budget cannot be kept where structured_outputs hold for the thinking too: leave one out, "
+            "or start without enable_in_reasoning",
+            "thinking_token_budget",
         )
     if request.priority and not b.priorities:
         raise InvalidRequest("priority needs --scheduling-policy priority", "priority")

@@ -6,13 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
+from jaxserve import async_engine
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.engine import Bounds, Engine
+from jaxserve.grammar.compile import Grammar
+from jaxserve.grammar.constraint import Constraint
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.plan import StepPlan
 from jaxserve.types import (
@@ -21,8 +25,10 @@ from jaxserve.types import (
     OutputKind,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from tests.fake_executor import VOCAB, FakeExecutor, FakeFlight, Letters, continuation
+from tests.grammar.vocabulary import constrained, grammar
 from tests.worlds import Told
 
 PROMPT = [5, 9, 13]
@@ -52,6 +58,17 @@ class Device(FakeExecutor):
         self.closed = True
 
 
+class Compiling:
+    """Grammars that are ready when a test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Grammar]] = []
+
+    def submit(self, asked: StructuredOutputsParams) -> Future[Grammar]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
 @dataclass(frozen=True)
 class Served:
     engine: Engine
@@ -60,6 +77,7 @@ class Served:
     tokenizer: Letters = field(default_factory=Letters)
     names: tuple[str, ...] = ("letters",)
     default_params: dict[str, object] = field(default_factory=dict)
+    grammars: Compiling = field(default_factory=lambda: Compiling())
 
     def empty(self) -> bool:
         """Nothing runs or waits, and every page came home."""
@@ -331,3 +349,77 @@ def test_drain_waits_for_the_last_request() -> None:
         early, late, outputs = within(drain(front, served))
     assert (early, late) == (False, True)
     assert outputs[-1].finished
+
+
+SHAPED = SHORT.clone(structured_outputs=StructuredOutputsParams(regex="compiled by the test"))
+
+
+def idle(front: AsyncEngine, served: Served) -> bool:
+    return front.open_requests == 0 and served.empty() and front.waiting_with(0, 0) == (0, 0)
+
+
+def test_a_request_starts_when_its_grammar_is_compiled_and_counts_before() -> None:
+    async def wait(front: AsyncEngine, served: Served) -> list[RequestOutput]:
+        reading = asyncio.create_task(read(front, SHAPED.clone(n=6)))
+        await until(lambda: bool(served.grammars.asked))
+        assert front.waiting_with(0, 0) == (2, 2 * len(PROMPT)), "four of the six would have rows"
+        assert not served.device.steps
+        served.grammars.asked[0].set_result(g)
+        outputs = await reading
+        await until(lambda: idle(front, served))
+        return outputs
+
+    g = grammar("start: /[a-f]{6}/")
+    with running() as (front, served):
+        outputs = within(wait(front, served))
+    assert list(outputs[-1].outputs[5].token_ids) == constrained(PROMPT, 6, Constraint(g))
+
+
+def test_a_request_that_is_cancelled_while_its_grammar_compiles_leaves_nothing() -> None:
+    async def cancel(front: AsyncEngine, served: Served) -> None:
+        reading = asyncio.create_task(read(front, SHAPED))
+        await until(lambda: bool(served.grammars.asked))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert served.grammars.asked[0].cancelled()
+        assert idle(front, served)
+        assert (await read(front, SHORT))[-1].finished
+
+    with running() as (front, served):
+        within(cancel(front, served))
+
+
+def test_a_grammar_that_takes_too_long_or_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(front: AsyncEngine, served: Served) -> None:
+        monkeypatch.setattr(async_engine, "COMPILE_SECONDS", 0.01)
+        with pytest.raises(InvalidRequest, match="could not be compiled within"):
+            await read(front, SHAPED)
+        monkeypatch.undo()
+        reading = asyncio.create_task(read(front, SHAPED))
+        await until(lambda: len(served.grammars.asked) == 2)
+        served.grammars.asked[1].set_exception(InvalidRequest("wrong", "structured_outputs"))
+        with pytest.raises(InvalidRequest, match="wrong"):
+            await reading
+        assert idle(front, served)
+
+    with running() as (front, served):
+        within(refused(front, served))
+
+
+def test_an_engine_that_ends_while_a_grammar_compiles_says_so() -> None:
+    """The compiler drops what it has not begun: that must not look as if the reader had gone."""
+
+    async def close(front: AsyncEngine, served: Served) -> None:
+        reading = asyncio.create_task(read(front, SHAPED))
+        await until(lambda: bool(served.grammars.asked))
+        await asyncio.to_thread(front.close)
+        served.grammars.asked[0].cancel()
+        with pytest.raises(EngineDead, match="shutting down"):
+            await reading
+        with pytest.raises(EngineDead, match="shutting down"):
+            await read(front, SHAPED)
+        assert len(served.grammars.asked) == 1, "a compiler that is closed takes nothing"
+
+    with running() as (front, served):
+        within(close(front, served))

@@ -11,13 +11,15 @@ import pytest
 from jaxserve.config import EngineConfig, sampling_defaults
 from jaxserve.device import memory
 from jaxserve.device.memory import Needs, Wishes
+from jaxserve.grammar.constraint import Constraint
 from jaxserve.launch import end_tokens, generation_config, launch
-from jaxserve.plan import StepPlan
+from jaxserve.plan import StepPlan, StepResult
 from jaxserve.prompts import bad_word_tokens, tokens_of
 from jaxserve.types import EngineDead, InvalidRequest, SamplingParams
 from jaxserve.weights import source
 from tests.device.engines import with_tokenizer
 from tests.fake_executor import FakeExecutor, FakeFlight, Letters, continuation
+from tests.grammar.vocabulary import constrained, grammar
 from tests.models.cases import Case
 from tests.worlds import BOUNDS, world
 
@@ -72,25 +74,26 @@ def test_bad_words_that_leave_nothing_allowed_are_refused() -> None:
     assert bad_word_tokens(SamplingParams(bad_words=["a"], allowed_token_ids=[word, word + 1]), Letters(), BOUNDS)
 
 
-def test_an_interrupted_step_is_read_again() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shaped", [False, True])
+def test_an_interrupted_step_is_read_again(monkeypatch: pytest.MonkeyPatch, shaped: bool, depth: int) -> None:
     """Ctrl-C while the host waits for the device loses nothing."""
-    w = world()
-    flights: list[FakeFlight] = []
+    w = world(depth=depth)
+    read, interrupts = FakeFlight.read, [KeyboardInterrupt]
 
-    class Interrupted(FakeFlight):
-        def read(self):
-            if len(flights) < 1:
-                flights.append(self)
-                raise KeyboardInterrupt
-            return super().read()
+    def interrupted(self: FakeFlight) -> StepResult:
+        if interrupts:
+            raise interrupts.pop()
+        return read(self)
 
-    launch_step = w.device.launch
-    w.device.launch = lambda plan: Interrupted(launch_step(plan).result)  # type: ignore[method-assign]
-    w.add("a", [1, 2], max_tokens=3, ignore_eos=True)
+    monkeypatch.setattr(FakeFlight, "read", interrupted)
+    letters = grammar("start: /[a-f]{9}/") if shaped else None
+    w.add("a", [1, 2], grammar=letters, max_tokens=3, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
         w.run()
     w.run()
-    assert w.said["a.0"] == continuation([1, 2], 3)
+    wanted = continuation([1, 2], 3) if letters is None else constrained([1, 2], 3, Constraint(letters))
+    assert w.said["a.0"] == wanted
 
 
 def test_a_step_that_cannot_be_launched_ends_the_engine() -> None:

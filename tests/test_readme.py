@@ -65,6 +65,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             process.terminate()
 
 
+@pytest.fixture
+def client(server: Running) -> str:
+    """How the example for the openai package begins: what the ones after it go on with."""
+    beginning, rest = _example("openai").split("stream = ", 1)
+    assert rest
+    return beginning.replace("localhost:8000", f"127.0.0.1:{server.port}")
+
+
 def _wait_until_ready(running: Running, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -85,11 +93,14 @@ def _run(*command: str, typed: str = "") -> str:
 
 
 def test_offline(tmp_path: Path):
+    """Both examples for Python, as the second one goes on with what the first one made."""
     script = tmp_path / "offline.py"
-    script.write_text(_example("offline"))
-    lines = [line for line in _run(sys.executable, str(script)).splitlines() if line.startswith("Prompt: ")]
+    script.write_text(_example("offline") + _example("structured-offline"))
+    printed = _run(sys.executable, str(script))
+    lines = [line for line in printed.splitlines() if line.startswith("Prompt: ")]
     assert len(lines) == 3
     assert all(re.fullmatch(r"Prompt: '.+', Generated text: ['\"].+['\"]", line) for line in lines)
+    assert re.search(r"^Shaped: [A-Z][a-z]{2,12}, (19|20)[0-9]{2}$", printed, re.MULTILINE)
 
 
 def test_curl(server: Running):
@@ -103,6 +114,22 @@ def test_openai(server: Running, tmp_path: Path):
     script = tmp_path / "client.py"
     script.write_text(_example("openai").replace("localhost:8000", f"127.0.0.1:{server.port}"))
     assert "Paris" in _run(sys.executable, str(script))
+
+
+def test_structured(client: str, tmp_path: Path):
+    """The word is one of the choices, and the JSON has the schema's members."""
+    script = tmp_path / "structured.py"
+    script.write_text(client + _example("structured"))
+    word, city = _run(sys.executable, str(script)).splitlines()
+    assert word in ("positive", "negative")
+    assert re.fullmatch(r"\{'city': .+, 'museums': \d+\}", city)
+
+
+def test_tools(client: str, tmp_path: Path):
+    """The call is the one that the tool's schema leaves."""
+    script = tmp_path / "tools.py"
+    script.write_text(client + _example("tools"))
+    assert re.fullmatch(r'get_weather \{\s*"city":\s*"(Paris|Rome)"\s*\}\n', _run(sys.executable, str(script)))
 
 
 def test_curl_line_that_the_server_prints(server: Running):

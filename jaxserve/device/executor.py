@@ -39,7 +39,9 @@ class Flight:
         self.sampled, self.scored = self.executor.sample(self.chunks, choice)
 
     def read(self) -> StepResult:
-        """Waits for the step."""
+        """Waits for the step, and samples it freely if nobody has."""
+        if self.sampled is None:
+            self.sample()
         assert self.sampled is not None
         emitting = len(self.chunks)
         tokens = np.asarray(self.sampled.tokens)[:emitting]

@@ -136,8 +136,11 @@ def _why(matcher: llguidance.LLMatcher) -> str:
 
 
 def _vocabulary(tokenizer: str, vocab: int, eos: Sequence[int]) -> llguidance.LLTokenizer | None:
+    if not eos:
+        log.warning("no structured outputs: no token ends this model's texts")
+        return None
     try:
-        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=list(eos) or None)
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=list(eos))
     except ValueError as error:
         log.warning("no structured outputs: llguidance cannot read this model's tokenizer (%s)", error)
         return None

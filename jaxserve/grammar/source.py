@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.grammar import tags
+from jaxserve.schema import closed
 from jaxserve.types import InvalidRequest, StructuredOutputsParams
 
 MAX_TEXT = 512 * 1024
@@ -47,7 +48,8 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_lark(_checked_lark(_lark(_sized(asked.grammar or "", name), name), name))
         case "structural_tag":
             text = _sized(asked.structural_tag or "", name)
-            return LLMatcher.grammar_from_lark(_checked_lark(tags.lark_of(text, json_options(asked)), name))
+            lark = tags.lark_of(text, json_options(asked), close=asked.disable_additional_properties)
+            return LLMatcher.grammar_from_lark(_checked_lark(lark, name))
 
 
 def json_options(asked: StructuredOutputsParams) -> dict[str, object]:
@@ -57,9 +59,9 @@ def json_options(asked: StructuredOutputsParams) -> dict[str, object]:
     return {"whitespace_pattern": asked.whitespace_pattern or WHITESPACE}
 
 
-def _json_grammar(schema: object, asked: StructuredOutputsParams, name: str) -> str:
+def _json_grammar(schema: Mapping[str, object], asked: StructuredOutputsParams, name: str) -> str:
     if asked.disable_additional_properties:
-        schema = _closed(schema)
+        schema = closed(schema)
     text = _sized(json.dumps(schema, ensure_ascii=False), name)
     if text.count('"$ref"') > MAX_RULES:
         raise _refused(name, f"has more than {MAX_RULES} $ref")
@@ -67,7 +69,7 @@ def _json_grammar(schema: object, asked: StructuredOutputsParams, name: str) -> 
     return LLMatcher.grammar_from_json_schema(text, defaults=options)  # type: ignore[arg-type]
 
 
-def _schema(given: object, name: str) -> object:
+def _schema(given: object, name: str) -> Mapping[str, object]:
     """The schema as JSON values, whatever kind of mapping it came in.
 
     A round trip through text also refuses what is not JSON, and nesting that would end the compiler.
@@ -85,7 +87,7 @@ def _schema(given: object, name: str) -> object:
         raise _refused(name, "must be a JSON Schema: an object, true or false")
     if _depth(cast(object, schema)) > MAX_DEPTH:
         raise _refused(name, f"nests deeper than {MAX_DEPTH} levels")
-    return cast(object, schema)
+    return cast(Mapping[str, object], schema)
 
 
 def _plain(value: object) -> object:
@@ -106,19 +108,6 @@ def _inside(value: object) -> list[object]:
     if isinstance(value, dict):
         return list(cast(dict[str, object], value).values())
     return cast(list[object], value) if isinstance(value, list) else []
-
-
-def _closed(schema: object) -> object:
-    """Objects that list their properties and do not speak of others have no others."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in cast(list[object], schema)]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _closed(value) for key, value in cast(dict[str, object], schema).items()}
-    silent = "additionalProperties" not in found and "patternProperties" not in found
-    if isinstance(found.get("properties"), dict) and silent:
-        found["additionalProperties"] = False
-    return found
 
 
 def _lark(text: str, name: str) -> str:

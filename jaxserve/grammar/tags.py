@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from jaxserve.schema import closed
 from jaxserve.types import InvalidRequest
 
 MAX_DEPTH = 32
@@ -19,8 +20,8 @@ MAX_DEPTH = 32
 _ANY = r"/(.|\n)*/"
 
 
-def lark_of(text: str, options: Mapping[str, object]) -> str:
-    """The Lark grammar of a structural tag given as JSON. `options`: llguidance's for JSON.
+def lark_of(text: str, options: Mapping[str, object], *, close: bool) -> str:
+    """The Lark grammar of a structural tag given as JSON. `options`: llguidance's for JSON; `close`: its schemas.
 
     Raises:
         InvalidRequest: it is not one, or uses a format that is not known.
@@ -30,20 +31,23 @@ def lark_of(text: str, options: Mapping[str, object]) -> str:
     except (ValueError, RecursionError) as error:
         raise _wrong(f"is not JSON: {error}") from None
     tag = _object(tag, "structural_tag")
-    writer = _Writer(options)
-    if tag.get("format") is not None:
-        start = writer.format(tag["format"], 0)
-    else:
-        start = writer.triggered(_triggers(tag.get("triggers")), [_old_tag(t) for t in _list(tag, "structures")], 0)
+    writer = _Writer(options, close)
+    try:
+        if tag.get("format") is not None:
+            start = writer.format(tag["format"], 0)
+        else:
+            start = writer.triggered(_triggers(tag.get("triggers")), [_old_tag(t) for t in _list(tag, "structures")], 0)
+    except RecursionError:
+        raise _wrong("has a schema that nests too deep") from None
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])
 
 
 class _Writer:
     """Grammar rules as they are found; each format becomes one rule."""
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self, options: Mapping[str, object], close: bool) -> None:
         self.rules: list[str] = []
-        self._options = options
+        self._options, self._close = options, close
 
     def format(self, given: object, depth: int) -> str:
         """The name of the rule for a format."""
@@ -116,6 +120,8 @@ class _Writer:
 
     def _json(self, schema: object) -> str:
         body = _object({} if schema is True else schema, "json_schema")
+        if self._close:
+            body = closed(body)
         return "%json " + json.dumps({**body, "x-guidance": dict(self._options)})
 
     def _rule(self, body: str, attributes: str = "") -> str:

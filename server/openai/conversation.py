@@ -9,9 +9,9 @@ writes them; in the words that stand in for a template without tools, they do no
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import msgspec
@@ -30,8 +30,8 @@ log = logging.getLogger("jaxserve.server")
 MAX_TEMPLATE = 256 * 1024
 """Characters of a template that a request brings."""
 MAX_TOOLS_BYTES = 1 << 20
-MESSAGE_WORK = 40
-"""Checking a message takes about as long as tokenising so many characters."""
+PIECE_WORK = 40
+"""Checking a message, a part or a call takes about as long as tokenising so many characters."""
 _RESERVED = frozenset(
     """conversations conversation messages tools documents chat_template add_generation_prompt continue_final_message
     return_assistant_tokens_mask""".split()
@@ -72,23 +72,11 @@ async def conversation(fields: ChatFields, use: ToolUse, service: Service, *, wh
     options = service.server.tool_call_parser, service.server.reasoning_parser
     dialect = await maybe_in_thread(service, len(fields.chat_template or ""), lambda: dialect_of(text, *options))
     variables = _variables(fields, dialect, service)
-    many = len(fields.messages) * MESSAGE_WORK
-    drafts = await maybe_in_thread(service, many, lambda: _drafts(fields, use, dialect, service))
-    size = len(msgspec.json.encode(drafts[0].messages))
+    work = _pieces(fields) * PIECE_WORK
+    drafts = await maybe_in_thread(service, work, lambda: _drafts(fields, use, dialect, service))
     if whole:
         _check_lengths(drafts[0].messages, service)
-
-    async def render(draft: _Draft) -> str:
-        if fields.chat_template is not None:
-            return await _rendered_apart(fields, draft, variables, service)
-        return await maybe_in_thread(service, size, lambda: _rendered(fields, draft, variables, service))
-
-    try:
-        rendered = await _first(drafts, render)
-    except ValueError as error:
-        message = str(error)
-        about = "chat_template_kwargs" if message.startswith("chat_template_kwargs") else "messages"
-        raise bad_request(message, "chat_template" if fields.chat_template is not None else about) from None
+    rendered = await _text(fields, drafts, variables, service)
     if whole:
         check_length(rendered, service, "messages")
     special = bool(fields.add_special_tokens)
@@ -117,8 +105,8 @@ def _check(fields: ChatFields, service: Service) -> None:
     if not fields.messages:
         raise bad_request("messages must not be empty", "messages")
     most = service.ready().max_model_len
-    if len(fields.messages) > most:
-        raise too_long(f"{len(fields.messages)} messages have at least as many tokens", most, "messages")
+    if (pieces := _pieces(fields)) > most:
+        raise too_long(f"messages with {pieces} parts and calls have at least as many tokens", most, "messages")
     if fields.add_generation_prompt and fields.continue_final_message:
         message = "add_generation_prompt and continue_final_message cannot both be true"
         raise bad_request(message, "continue_final_message")
@@ -141,6 +129,11 @@ def _check_lengths(messages: Sequence[Told], service: Service) -> None:
         content = message["content"]
         for text in [content] if isinstance(content, str) else [part["text"] for part in cast(list[Told], content)]:
             check_length(str(text), service, "messages")
+
+
+def _pieces(fields: ChatFields) -> int:
+    parts = sum(len(m.content) for m in fields.messages if isinstance(m.content, list))
+    return len(fields.messages) + parts + sum(len(m.tool_calls or ()) for m in fields.messages)
 
 
 def _variables(fields: ChatFields, dialect: Dialect, service: Service) -> dict[str, object]:
@@ -193,16 +186,19 @@ def _say_in_words() -> None:
     log.warning("the chat template knows no tools: they and their calls are told to the model in plain messages")
 
 
-async def _first(drafts: Sequence[_Draft], render: Callable[[_Draft], Awaitable[str]]) -> str:
-    """The first draft that the template takes; the error of the first one if it takes none."""
-    failure: ValueError | None = None
+async def _text(fields: ChatFields, drafts: Sequence[_Draft], variables: Mapping[str, object], service: Service) -> str:
+    """The first draft that the template takes, as it writes it; the error of the first one if it takes none."""
+    size = len(msgspec.json.encode(drafts[0].messages))
+    failure = ""
     for draft in drafts:
         try:
-            return await render(draft)
+            if fields.chat_template is not None:
+                return await _rendered_apart(fields, draft, variables, service)
+            return await maybe_in_thread(service, size, partial(_rendered, fields, draft, variables, service))
         except ValueError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+            failure = failure or str(error)
+    own = "messages" if fields.chat_template is None else "chat_template"
+    raise bad_request(failure, "chat_template_kwargs" if failure.startswith("chat_template_kwargs") else own)
 
 
 def _rendered(fields: ChatFields, draft: _Draft, variables: Mapping[str, object], service: Service) -> str:

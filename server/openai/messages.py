@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -21,6 +21,9 @@ from server.parsers.tools import Tool
 
 type Told = dict[str, object]
 """A message for a template."""
+
+MAX_DEPTH = 100
+"""Levels of the arguments of an earlier call."""
 
 
 class _Called(Struct, kw_only=True, frozen=True):
@@ -202,7 +205,23 @@ def _arguments(given: Json, where: str) -> dict[str, object]:
         return {}
     if not isinstance(value, dict):
         raise bad_request(f"{where} must be the JSON text of an object", "messages")
+    if _nests(cast(object, value)):
+        raise bad_request(f"{where} nests deeper than {MAX_DEPTH} levels", "messages")
     return cast(dict[str, object], value)
+
+
+def _nests(value: object) -> bool:
+    """Whether a JSON value is too deep for those who go through it by recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+    return bool(level)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast(dict[str, object], value).values()
+    return cast(list[object], value) if isinstance(value, list) else ()
 
 
 def _with_parts(entry: Told, given: Message, content_format: str) -> Told:

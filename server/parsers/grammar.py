@@ -10,11 +10,14 @@ import json
 import re
 from collections.abc import Mapping
 
+from jaxserve.schema import closed
 from server.parsers.schemas import parameters_of
 from server.parsers.tools import Demand, Tool
 
-WHITESPACE = r"(\r?\n[ \t]{0,60}|[ \t]{0,2})"
-"""Between the parts of JSON: a line break with some indentation, or two blanks; never without end."""
+WHITESPACE = r"(\r?\n[ \t]{0,40}| ?)"
+"""Between the parts of JSON: a line break with some indentation, or a blank; never without end."""
+MOST_CALLS = 16
+"""In one answer: a model that only knows how to go on cannot go on for ever."""
 
 
 def quoted(text: str) -> str:
@@ -91,8 +94,11 @@ class Grammar:
         return json_of(self.schema(tool))
 
     def schema(self, tool: Tool) -> Mapping[str, object]:
-        """What the arguments have to be: of the tool's schema where that is promised, any object elsewhere."""
-        return parameters_of(tool) if self.demand.required or tool.strict else {"type": "object"}
+        """What the arguments have to be: of the tool's schema where that is promised, any object elsewhere.
+
+        Objects that do not speak of other properties get none.
+        """
+        return closed(parameters_of(tool)) if self.demand.required or tool.strict else {"type": "object"}
 
     def object_calls(self, arguments: str = "arguments", *, after: str = "") -> str:
         """A call of any tool as an object with name and arguments, spaced as templates write it.
@@ -104,13 +110,13 @@ class Grammar:
 
     def several(self, call: str, between: str) -> str:
         """One call, or as many as allowed."""
-        return f"{call} ({between} {call})*" if self.demand.parallel else call
+        return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}" if self.demand.parallel else call
 
     def marked(self, mark: str, call: str, between: str = r"/\n?/") -> str:
         """The grammar of calls that begin with a marker each; `call`: what follows the marker."""
         if self.demand.required:
             return self.only(self.several(self.rule(f"{self.mark(mark)} {call}"), between))
-        many = "*" if self.demand.parallel else "?"
+        many = f"{{0,{MOST_CALLS}}}" if self.demand.parallel else "?"
         return self.text(f"({self.until(mark)} {call}){many} {self.free_of(mark)}")
 
     def only(self, calls: str) -> str:

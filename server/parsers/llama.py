@@ -9,7 +9,7 @@ with some other JSON is content.
 from __future__ import annotations
 
 from server.parsers.engine import Found, Markers, Steps, Tape
-from server.parsers.grammar import Grammar, any_of
+from server.parsers.grammar import MOST_CALLS, Grammar, any_of
 from server.parsers.json_calls import read_calls
 from server.parsers.tools import Demand, ToolFormat, Tools
 
@@ -49,7 +49,7 @@ def _write(demand: Demand) -> str:
     if demand.required:
         return grammar.only(f"{tag}? {grammar.several(more, _BETWEEN)}")
     first = grammar.object_calls("parameters", after=_MARGIN)
-    rest = f"({_BETWEEN} {more})*" if demand.parallel else ""
+    rest = f"({_BETWEEN} {more}){{0,{MOST_CALLS - 1}}}" if demand.parallel else ""
     free = grammar.free_of(_TAG, _CALL)
     return grammar.text(any_of([f"{first} {rest}", f"{grammar.until(_TAG, _CALL)} {more} {rest}", free]))
 

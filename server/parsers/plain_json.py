@@ -8,7 +8,7 @@ A fence around it is accepted. Any other answer is content, also one that is som
 from __future__ import annotations
 
 from server.parsers.engine import Found, Steps, Tape
-from server.parsers.grammar import Grammar, any_of
+from server.parsers.grammar import MOST_CALLS, Grammar, any_of
 from server.parsers.json_calls import read_calls
 from server.parsers.tools import Demand, ToolFormat, Tools
 
@@ -45,7 +45,7 @@ def _calls(grammar: Grammar, after: str) -> str:
         return one
     more = grammar.object_calls()
     first = grammar.object_calls(after=after + r"\[")
-    return any_of([one, f'{first} (", " {more})* "]"'])
+    return any_of([one, f'{first} (", " {more}){{0,{MOST_CALLS - 1}}} "]"'])
 
 
 JSON = ToolFormat("json", (), _read, _write)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from server.parsers.engine import Found, Steps, Tape, nowhere
-from server.parsers.grammar import Grammar, any_of, escaped, json_of, quoted
+from server.parsers.grammar import MOST_CALLS, Grammar, any_of, escaped, json_of, quoted
 from server.parsers.python_text import inside_string, read_literal
 from server.parsers.schemas import Member, members_of
 from server.parsers.tools import Demand, Tool, ToolFormat, Tools
@@ -128,25 +128,21 @@ def _read_name(tape: Tape, raw: list[str]) -> Steps[str]:
 
 def _write(demand: Demand) -> str:
     grammar = Grammar(demand)
+    calls = [(tool.name + "(", f'{_arguments(grammar, tool)} ")"') for tool in demand.tools]
+    more = grammar.rule(any_of([f"{quoted(head)} {rest}" for head, rest in calls]))
+    others = f'(", " {more}){{0,{MOST_CALLS - 1}}}' if demand.parallel else ""
+
+    def listed(after: str) -> str:
+        firsts = [f"{grammar.terminal(rf'/{after}\[/ {quoted(head)}')} {rest}" for head, rest in calls]
+        return f'{any_of(firsts)} {others} "]"'
+
     if demand.required:
-        return grammar.only(_calls(grammar, ""))
-    bare = _calls(grammar, _MARGIN)
+        return grammar.only(listed(""))
     if grammar.is_token(_START):
-        marked = f"{grammar.mark(_START)} {_calls(grammar, '')}"
+        marked = f"{grammar.mark(_START)} {listed('')}"
     else:
-        marked = _calls(grammar, escaped(_START))
-    between = f"{marked} {grammar.mark(_END)}"
-    return grammar.text(any_of([bare, between, grammar.free(_CALL)]))
-
-
-def _calls(grammar: Grammar, after: str) -> str:
-    tools = [(tool, _arguments(grammar, tool)) for tool in grammar.demand.tools]
-    first = any_of(
-        [f'{grammar.terminal(f"/{after}\\[/ {quoted(f'{tool.name}(')}")} {rest} ")"' for tool, rest in tools]
-    )
-    more = grammar.rule(any_of([f'{quoted(f"{tool.name}(")} {rest} ")"' for tool, rest in tools]))
-    many = f'(", " {more})*' if grammar.demand.parallel else ""
-    return f'{first} {many} "]"'
+        marked = listed(escaped(_START))
+    return grammar.text(any_of([listed(_MARGIN), f"{marked} {grammar.mark(_END)}", grammar.free(_CALL)]))
 
 
 def _arguments(grammar: Grammar, tool: Tool) -> str:

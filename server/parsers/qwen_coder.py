@@ -22,7 +22,7 @@ from server.parsers.engine import Found, Markers, Sink, Steps, Tape, nowhere
 from server.parsers.grammar import Grammar, any_of, escaped, json_of, quoted
 from server.parsers.json_text import is_scalar
 from server.parsers.python_text import inside_string, json_of_literal
-from server.parsers.schemas import Member, forms_of, kinds_of, members_of, property_of, values_of
+from server.parsers.schemas import Member, bound_of, forms_of, kinds_of, members_of, property_of, values_of
 from server.parsers.tools import Demand, Schema, Tool, ToolFormat, Tools
 
 _OPEN = "<tool_call>"
@@ -159,9 +159,10 @@ def _form(grammar: Grammar, form: Schema) -> str:
 
 def _string(grammar: Grammar, form: Schema) -> str:
     """Plain text up to the closing tag."""
-    bounds = f"{form.get('minLength', 0)},{form.get('maxLength', '')}"
-    plain = bounds == "0,"
-    texts = ["/(?s:.*)/" if plain else f"/(?s:.){{{bounds}}}/", f"~/(?s:.*){escaped(_PARAMETER_END)}(?s:.*)/"]
+    least, most = bound_of(form, "minLength"), bound_of(form, "maxLength")
+    plain = least is None and most is None
+    length = f"{{{least or 0},{'' if most is None else most}}}"
+    texts = ["/(?s:.*)/" if plain else f"/(?s:.){length}/", f"~/(?s:.*){escaped(_PARAMETER_END)}(?s:.*)/"]
     if "pattern" in form:
         texts.append(f"/{_searched(str(form['pattern']))}/")
     return grammar.lazy(f"({' & '.join(texts)}) {quoted('\n' + _PARAMETER_END)}")

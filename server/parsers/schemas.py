@@ -136,6 +136,14 @@ def values_of(schema: Json) -> list[object]:
     return [schema["const"]] if "const" in schema else sequence(schema.get("enum"))
 
 
+def bound_of(schema: Json, key: str) -> int | None:
+    """A limit such as `maxLength`. ValueError: it is no count."""
+    bound = schema.get(key)
+    if bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and bound >= 0):
+        return bound
+    raise ValueError(f"{key} must be a count, got {str(bound)[:100]!r}")
+
+
 def resolved(schema: object, root: object) -> Json:
     """The schema that a chain of `$ref` inside `root` leads to; {} for none."""
     schema = mapping(schema)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxserve.config import EngineConfig
 from jaxserve.deltas import Deltas
 from jaxserve.engine import Engine
+from jaxserve.grammar.compile import Compiler
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.launch import Launched, launch
 from jaxserve.types import Request, RequestOutput, SamplingParams
@@ -76,12 +77,13 @@ def engine(launched: Launched, tight: Tight | None = None) -> Engine:
     return Engine(Scheduler(limits), launched.executor, launched.tokenizer, launched.engine.bounds, depth=tight.depth)
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:
-    """All requests at once, to their ends; every row and page must come home."""
+def run(engine: Engine, requests: Sequence[Request], grammars: Compiler | None = None) -> dict[str, RequestOutput]:
+    """All requests at once, to their ends; every row and page must come home. `grammars` compiles what they ask for."""
     done: dict[str, Deltas] = {}
     for request in requests:
         engine.check(request)
-        engine.add(request)
+        shape = request.params.structured_outputs
+        engine.add(request, (), None if grammars is None or shape is None else grammars.submit(shape).result())
     while engine.busy:
         for new in engine.step():
             done.setdefault(new.request_id, Deltas()).add(new)

@@ -6,9 +6,12 @@ import json
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxserve.grammar.compile import KEPT, Compiler
+from jaxserve.grammar.constraint import Constraint
 from jaxserve.grammar.source import MAX_DEPTH, MAX_RULES, MAX_TEXT
 from jaxserve.types import InvalidRequest
 from jaxserve.types import StructuredOutputsParams as Asked
@@ -169,6 +172,51 @@ def test_settings_hold_for_every_request() -> None:
     assert not follows(strict, Asked(json=CITY), '{"city": "a"}')
     assert not follows(strict, Asked(json=CITY), '{"city":"a","x":1}')
     strict.close()
+
+
+def test_settings_hold_for_the_schemas_of_tags() -> None:
+    tag = {"type": "structural_tag", "structures": [{"begin": "<", "schema": CITY, "end": ">"}], "triggers": ["<"]}
+    asked = Asked(structural_tag=json.dumps(tag))
+    strict = Compiler("byte", 258, (EOS,), disable_any_whitespace=True, disable_additional_properties=True)
+    assert follows(strict, asked, '<{"city":"a"}>')
+    assert not follows(strict, asked, '<{"city":"a","x":1}>')
+    assert not follows(strict, asked, '<{"city": "a"}>')
+    deep = '{"items":' * 600 + "{}" + "}" * 600
+    text = f'{{"format": {{"type": "json_schema", "json_schema": {deep}}}}}'
+    with pytest.raises(InvalidRequest, match="structural_tag"):
+        strict.submit(Asked(structural_tag=text)).result()
+    strict.close()
+
+
+def test_every_end_of_the_model_may_follow_a_whole_text_and_nothing_else() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words.add_special_tokens(["<one>", "<two>", "</s>"])
+    a, ends = words.token_to_id("a"), (257, 256)
+    found = Compiler(words.to_str(), 300, ends)
+    grammar = found.submit(Asked(regex="a{1,3}")).result()
+    found.close()
+    for end in ends:
+        c = Constraint(grammar)
+        assert [_follow(c), c.accept(a), _follow(c)] == [[a], True, [a, 256, 257]]
+        assert c.accept(end)
+        assert _follow(c) == [256, 257]
+
+
+def _follow(constraint: Constraint) -> list[int]:
+    masks = np.full((1, 10), -1, np.int32)
+    constraint.fill(masks, 0)
+    return [t for t in range(320) if int(masks.view(np.uint32)[0, t // 32]) >> t % 32 & 1]
+
+
+def test_a_model_without_an_end_has_no_structured_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    """A text that is whole could not end."""
+    endless = Compiler("byte", 258, ())
+    with pytest.raises(InvalidRequest, match="structured outputs"):
+        endless.submit(Asked(choice=["a"])).result()
+    assert "no token ends" in caplog.text
+    endless.close()
 
 
 def test_a_tokenizer_that_cannot_be_read_costs_only_structured_outputs(caplog: pytest.LogCaptureFixture) -> None:

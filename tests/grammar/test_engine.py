@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from jaxserve import engine
 from jaxserve.grammar.constraint import Constraint
 from jaxserve.types import Request, SamplingParams
-from tests.fake_executor import Letters, continuation
+from tests.fake_executor import FakeExecutor, Letters, Row, continuation
 from tests.grammar.vocabulary import EOS, constrained, grammar
-from tests.worlds import world
+from tests.worlds import Told, world
 
 FREE = grammar("start: /[a-f]{1,30}/")
 KEYS = grammar('start: "abcdef" /[0-2]{2,5}/ "klmno" ("f" | "g")')
@@ -146,6 +150,87 @@ def test_a_budget_without_thinking_is_refused() -> None:
     w = world(depth=1)
     with pytest.raises(ValueError, match="thinking_token_budget"):
         w.engine.check(Request("a", (1,), SamplingParams(thinking_token_budget=3)))
+
+
+def test_a_budget_is_refused_where_nothing_is_free() -> None:
+    w = world(depth=1)
+    w.engine.bounds = replace(w.engine.bounds, constrain_thinking=True)
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        w.add("a", [1], grammar=KEYS, thinking_token_budget=3, thinking_end="<=>")
+
+
+def test_thinking_that_has_no_end_is_no_thinking() -> None:
+    w = world(depth=1)
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        w.add("a", [1], thinking_token_budget=0, thinking_end="")
+    w.add("b", [5, 6, 7], grammar=KEYS, thinking_end="", max_tokens=20)
+    w.run()
+    assert w.said["b.0"] == constrained([5, 6, 7], 20, Constraint(KEYS))
+
+
+def test_whoever_may_say_anything_again_holds_nobody_up() -> None:
+    w = world(depth=2)
+    w.add("a", [5, 6, 7], max_tokens=20, thinking_token_budget=2, thinking_end="<=>", ignore_eos=True)
+    while "<=>" not in "".join(Letters().token_text(t) for t in w.said.get("a.0", ())):
+        w.step()
+    assert not w.engine._constraints
+    w.step()
+    w.run()
+    text = [5, 6, 7, *continuation([5, 6, 7], 2), *(ord(c) - ord("0") for c in "<=>")]
+    assert w.said["a.0"] == text[3:] + continuation(text, 15)
+
+
+def test_a_step_takes_in_so_many_certain_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a long text that is certain; the next steps go on with it."""
+    monkeypatch.setattr(engine, "MOST_CERTAIN", 4)
+    g = grammar('start: "abcdefghijklmno"')
+    w = world(depth=2)
+    wanted: dict[str, list[int]] = {}
+    for i in range(3):
+        w.add(str(i), prompt_of(i), grammar=g, max_tokens=16)
+        wanted[f"{i}.0"] = constrained(prompt_of(i), 16, Constraint(g))
+    before = 0
+    while w.engine.busy:
+        w.step()
+        counts = w.engine.scheduler.counts
+        assert counts.generation_tokens - before <= 4 + 2 * 3
+        before = counts.generation_tokens
+        w.check()
+    assert w.said == wanted
+
+
+def test_an_answer_that_cannot_begin_ends_with_an_error_and_is_told_with_its_time() -> None:
+    told = Told()
+    w = world(observers=[told])
+    w.add("bad", [5, 6, 7], grammar=FREE, max_tokens=20)
+    w.engine._constraints[0].accept(60)
+    w.run()
+    assert w.reasons == {"bad.0": "error"}
+    assert told.ended[0].finished > 0
+    assert told.ended[0].output_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nothing_is_sampled_for_who_ends_or_jumps_while_a_step_computes(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """A stop string is found when the steps before are read: the step at work holds a chunk of the sequence already."""
+    sampled: list[int] = []
+    sample = FakeExecutor.sample
+
+    def noted(self: FakeExecutor, row: Row, mask: np.ndarray | None) -> int:
+        sampled.append(sample(self, row, mask))
+        return sampled[-1]
+
+    monkeypatch.setattr(FakeExecutor, "sample", noted)
+    letters = [Letters().token_text(t) for t in continuation([5, 6, 8], 6)]
+    w = world(depth=depth)
+    w.add("free", [5, 6, 8], max_tokens=20, ignore_eos=True, stop=letters[5])
+    w.add("b", [5, 6, 7], grammar=KEYS, max_tokens=20)
+    w.run()
+    assert w.reasons["free.0"] == "stop"
+    assert w.said["b.0"] == (wanted := constrained([5, 6, 7], 20, Constraint(KEYS)))
+    assert len(sampled) == 6 + len(wanted) - len("abcdeflmno3"), "the first digits might go on where k stands"
 
 
 def test_steps_without_constraints_are_never_held_up() -> None:

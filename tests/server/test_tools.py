@@ -460,6 +460,7 @@ WRONG = [
     (called(("a", "f", "[1]")), "messages[1].tool_calls[0].function.arguments"),
     (called(("a", "f", 3)), "messages[1].tool_calls[0].function.arguments"),
     (called(("a", "f", "[" * 5000)), "messages[1].tool_calls[0].function.arguments"),
+    (called(("a", "f", '{"a": ' + "[" * 101 + "]" * 101 + "}")), "messages[1].tool_calls[0].function.arguments"),
     ({"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}, "messages[1].tool_calls[0]"),
     ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "messages[1].tool_calls[0]"),
     ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "messages[1]"),

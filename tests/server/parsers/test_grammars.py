@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import demo
 from server.parsers.events import Arguments, CallEnd, CallStart, Content
+from server.parsers.grammar import MOST_CALLS
 from server.parsers.registry import TOOL_FORMATS, Tool, tool_format
 from tests.server.parsers.reading import ANY, NOW, SEARCH, TOOLS, WEATHER, machine_of, run
 from tests.server.parsers.writing import WRITERS, Call
@@ -268,3 +269,19 @@ def test_tools_without_schema():
         assert not takes("json", '{"name": "t", "arguments": {"a": 1}}', [tool])
     assert takes("json", '{"name": "anything", "arguments": {"a": [{}]}}', [ANY])
     assert takes("json", '{"name": "поиск-web_2", "arguments": {"ключ": ""}}', [SEARCH])
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+def test_the_number_of_calls_is_bounded(name: str, write: Write):
+    """Or a model that repeats itself would end by its length, in the middle of a call."""
+    if not takes(name, write([("now", {})] * 2)):
+        pytest.skip("this way of writing knows one call only")
+    assert takes(name, write([("now", {})] * MOST_CALLS))
+    assert not takes(name, write([("now", {})] * (MOST_CALLS + 1)))
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+def test_arguments_that_the_schema_does_not_name_are_not_made_up(name: str, write: Write):
+    tool = Tool("t", None, {"properties": {"a": {"type": "string"}, "b": {"properties": {"c": {}}}}, "required": ["a"]})
+    assert takes(name, write([("t", {"a": "x"})]), [tool])
+    assert not takes(name, write([("t", {"a": "x", "z": "y"})]), [tool])

@@ -3,7 +3,7 @@
 import pytest
 
 from server.parsers.registry import Tool
-from server.parsers.schemas import forms_of, kinds_of, members_of, parameters_of, property_of
+from server.parsers.schemas import bound_of, forms_of, kinds_of, members_of, parameters_of, property_of
 
 ROOT = {
     "$ref": "#/$defs/all",
@@ -60,3 +60,11 @@ def test_what_parameters_become():
         assert parameters_of(Tool("t", None, parameters))["additionalProperties"] is False
     with pytest.raises(ValueError, match="must have type object, got 'array'"):
         parameters_of(Tool("t", None, {"type": "array"}))
+
+
+@pytest.mark.parametrize("bound", ["5}/ x", -1, True, 1.5])
+def test_a_limit_is_a_count(bound: object):
+    """Anything else is refused, and nothing of it reaches a grammar."""
+    assert bound_of({"maxLength": 3}, "maxLength") == 3 and bound_of({}, "maxLength") is None
+    with pytest.raises(ValueError, match="maxLength must be a count"):
+        bound_of({"maxLength": bound}, "maxLength")
