@@ -180,21 +180,19 @@ class AsyncEngine:
         size = (params.n, params.n * len(request.prompt_ids))
         if not self.is_running:
             raise self._end()
-        with self._backlog.coming(*size):
-            grammar = None if asked is None else await self._compiled(asked)
-        if not self.is_running:
-            raise self._end()
         if request_id in self._boxes:
             raise InvalidRequest(f"request_id {request_id!r} is in use by a running request", "request_id")
         self._loop = asyncio.get_running_loop()
         box = self._boxes[request_id] = _Mailbox()
-        self._backlog.post(*size)
-        self._post(lambda: self._add(request, banned, grammar, box))
-        if not self.is_running:
-            box.fail(self._end())
         finished = False
         sofar = Deltas()
         try:
+            with self._backlog.coming(*size):
+                grammar = None if asked is None else await self._compiled(asked)
+            self._backlog.post(*size)
+            self._post(lambda: self._add(request, banned, grammar, box))
+            if not self.is_running:
+                box.fail(self._end())
             while not finished:
                 new = await box.take()
                 finished = new.finished

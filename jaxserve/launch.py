@@ -394,7 +394,7 @@ def _words(config: EngineConfig, path: Path, checkpoint: Checkpoint, vocab: int)
         vocab,
         eos,
         disable_any_whitespace=bool(options.get("disable_any_whitespace")),
-        disable_additional_properties=bool(options.get("disable_additional_properties")),
+        disable_additional_properties=bool(options.get("disable_additional_properties", True)),
     )
     return _Words(tokenizer, grammars, eos, recommended)
 

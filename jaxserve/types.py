@@ -47,7 +47,8 @@ class StructuredOutputsParams:
         json_object: any JSON object.
         structural_tag: text that is free but for tagged parts, as JSON (vLLM's `structures` and `triggers`).
         disable_any_whitespace: JSON without any; else a few blanks may stand between its parts.
-        disable_additional_properties: objects whose schema does not say so have no other properties.
+        disable_additional_properties: objects that list their properties and say nothing of others have no others;
+            unset: as the engine is told, which is yes unless it is told otherwise.
         whitespace_pattern: a regex of what may stand between the parts of JSON.
 
     Raises:
@@ -61,7 +62,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -71,9 +72,9 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs takes exactly one of {', '.join(CONSTRAINTS)}, got {got}")
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
             self._check_type(name, str | None, "must be a string")
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            self._check_type(name, bool, "must be true or false")
-        self._check_type("json_object", bool | None, "must be true or false")
+        self._check_type("disable_any_whitespace", bool, "must be true or false")
+        for name in ("json_object", "disable_additional_properties"):
+            self._check_type(name, bool | None, "must be true or false")
         self._check_type("json", str | bool | Mapping | None, "must be a JSON Schema")
         if self.choice is not None:
             _check_list("structured_outputs.choice", self.choice)

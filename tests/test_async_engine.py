@@ -219,7 +219,7 @@ def test_abort_tells_the_reader() -> None:
         outputs = within(told(front))
         assert outputs[-1].finished
         assert outputs[-1].outputs[0].finish_reason == "abort"
-        assert served.empty()
+        within(until(served.empty))
 
 
 def test_a_slow_reader_gets_one_merged_output() -> None:
@@ -364,6 +364,9 @@ def test_a_request_starts_when_its_grammar_is_compiled_and_counts_before() -> No
         await until(lambda: bool(served.grammars.asked))
         assert front.waiting_with(0, 0) == (2, 2 * len(PROMPT)), "four of the six would have rows"
         assert not served.device.steps
+        assert not await front.drain(0.01), "whoever stops the server waits for it"
+        with pytest.raises(InvalidRequest, match="in use"):
+            await read(front, SHORT)
         served.grammars.asked[0].set_result(g)
         outputs = await reading
         await until(lambda: idle(front, served))

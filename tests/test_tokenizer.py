@@ -133,6 +133,15 @@ def test_special_tokens_are_left_out_on_request(demo_tokenizer):
     assert [shown.step(i) for i in (1, 504, 2)] == ["<|im_start|>", "The", "<|im_end|>"]
 
 
+def test_nothing_comes_between_special_tokens(demo_tokenizer, spm):
+    for t, names in ((demo_tokenizer, "<|im_start|><|im_end|><|im_end|>"), (spm, "<s></s></s>")):
+        ids = [1, 2, 2]
+        assert t.decode(ids, skip_special_tokens=False) == names
+        stream = t.stream(skip_special_tokens=False)
+        assert "".join(stream.step(i) or "" for i in ids) + stream.flush() == names
+        assert t.encode(names, add_special_tokens=False) == ids
+
+
 def test_flush_gives_what_never_became_a_character(demo_tokenizer):
     stream = demo_tokenizer.stream()
     said = [stream.step(i) for i in demo_tokenizer.encode("ok 👩")[:-1]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import llguidance
 
 from jaxserve.grammar.source import grammar_of
-from jaxserve.types import InvalidRequest, StructuredOutputsParams
+from jaxserve.types import EngineDead, InvalidRequest, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Compiler:
         eos: Sequence[int],
         *,
         disable_any_whitespace: bool = False,
-        disable_additional_properties: bool = False,
+        disable_additional_properties: bool = True,
     ) -> None:
         """Takes about a second for 50,000 tokens.
 
@@ -76,13 +76,9 @@ class Compiler:
             vocab: token ids of the model.
             eos: tokens that end a text.
             disable_any_whitespace: as if every request said so.
-            disable_additional_properties: likewise.
+            disable_additional_properties: for requests that do not say.
         """
-        self._always: dict[str, bool] = {}
-        if disable_any_whitespace:
-            self._always["disable_any_whitespace"] = True
-        if disable_additional_properties:
-            self._always["disable_additional_properties"] = True
+        self._compact, self._closes = disable_any_whitespace, disable_additional_properties
         self._eos = tuple(eos)
         self._vocabulary = _vocabulary(tokenizer, vocab, self._eos)
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -101,16 +97,30 @@ class Compiler:
         """Compiles in another thread.
 
         The future raises `InvalidRequest` where the grammar is wrong, too large, or uses what is not served.
+
+        Raises:
+            EngineDead: it is closed.
         """
-        return self._threads.submit(self._compile, asked)
+        try:
+            return self._threads.submit(self._compile, asked)
+        except RuntimeError:
+            raise EngineDead("the engine is closed") from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _settled(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+        closes = asked.disable_additional_properties
+        return replace(
+            asked,
+            disable_any_whitespace=asked.disable_any_whitespace or self._compact,
+            disable_additional_properties=self._closes if closes is None else closes,
+        )
+
     def _compile(self, asked: StructuredOutputsParams) -> Grammar:
         if self._vocabulary is None:
             raise InvalidRequest("structured outputs cannot be had with this model's tokenizer", "structured_outputs")
-        text = grammar_of(replace(asked, **self._always))
+        text = grammar_of(self._settled(asked))
         with self._lock:
             if text in self._kept:
                 self._kept.move_to_end(text)

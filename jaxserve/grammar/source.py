@@ -48,7 +48,7 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_lark(_checked_lark(_lark(_sized(asked.grammar or "", name), name), name))
         case "structural_tag":
             text = _sized(asked.structural_tag or "", name)
-            lark = tags.lark_of(text, json_options(asked), close=asked.disable_additional_properties)
+            lark = tags.lark_of(text, json_options(asked), close=bool(asked.disable_additional_properties))
             return LLMatcher.grammar_from_lark(_checked_lark(lark, name))
 
 

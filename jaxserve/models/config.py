@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from jaxserve.layers.rope import Rope
 from jaxserve.models import rope as rope_fields
@@ -193,8 +194,12 @@ def _refuse(config: Fields) -> None:
     """Fields that would change the answer."""
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {config['hidden_act']!r}: no other is supported")
-    if config.get("quantization_config"):
-        raise ValueError("quantization_config is set: quantised checkpoints of this kind are not supported")
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = cast(Fields, quantised).get("quant_method") if isinstance(quantised, Mapping) else None
+        raise ValueError(
+            f"quantization_config names {method or 'no quant_method'}: this kind of checkpoint is not served"
+        )
 
 
 def _size(config: Fields, name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -34,7 +34,7 @@ class StructuredOutputs(Struct, kw_only=True, frozen=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Json] | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -130,6 +131,68 @@ def test_every_limit_of_a_row_takes_effect(llama: Launched) -> None:
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", greedy[2])
     late = answer(stop_token_ids=[greedy[2]], min_tokens=first + 4).outputs[0]
     assert len(late.token_ids) >= first + 4 and greedy[2] not in late.token_ids[: first + 3]
+
+
+CROWD = [[(5 * i + 3 * k * k) % 90 + 1 for k in range(1 + 3 * i % 29)] for i in range(16)]
+
+
+def test_penalties_of_some_rows_leave_the_others_alone(exact: Launched) -> None:
+    """More sequences than rows: whoever comes next into a row inherits nothing."""
+    penal = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
+    crowd = [request(str(i), p, max_tokens=4 + i, **(penal if i % 3 == 0 else {})) for i, p in enumerate(CROWD)]
+    alone = {one.id: run(engine(exact), [one])[one.id].outputs for one in crowd}
+    for tight in (Tight(), Tight(pages=TIGHT_PAGES, tokens=9, depth=3)):
+        assert {name: out.outputs for name, out in run(engine(exact, tight), crowd).items()} == alone
+    plain = run(engine(exact), [request("0", CROWD[-1], max_tokens=19)])["0"].outputs[0]
+    assert plain.token_ids != alone["15"][0].token_ids
+
+
+def test_greedy_rows_among_sampled_ones_take_the_likeliest(llama: Launched) -> None:
+    want: dict[str, tuple[int, ...]] = {}
+    for _ in range(5):
+        mixed = [request(str(i), p, temperature=1.2 * (i % 2), logprobs=2) for i, p in enumerate(CROWD)]
+        done = run(engine(llama), mixed)
+        greedy = {name: done[name].outputs[0] for name in done if int(name) % 2 == 0}
+        want = want or {name: one.token_ids for name, one in greedy.items()}
+        assert {name: one.token_ids for name, one in greedy.items()} == want
+        for one in greedy.values():
+            assert one.logprobs is not None
+            assert all(entry[t].rank == 1 for t, entry in zip(one.token_ids, one.logprobs, strict=True))
+
+
+def test_a_seed_gives_each_choice_its_own_answer_and_the_same_ones_again(llama: Launched) -> None:
+    def three(**seed: object) -> list[tuple[int, ...]]:
+        found = run(engine(llama), [request("x", PROMPTS[3], n=3, temperature=1.3, **seed)])["x"].outputs
+        return [one.token_ids for one in found]
+
+    assert len(set(three(seed=7))) == 3
+    assert three(seed=7) == three(seed=7) != three(seed=8)
+    assert len({*three(), *three()}) == 6, "two engines without a seed"
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 2])
+def test_without_alternatives_the_chosen_token_is_told(llama: Launched, temperature: float) -> None:
+    ask = {"temperature": temperature, "seed": 3}
+    (full,) = run(engine(llama), [request("x", PROMPTS[3], logprobs=4, **ask)])["x"].outputs
+    (bare,) = run(engine(llama), [request("x", PROMPTS[3], logprobs=0, **ask)])["x"].outputs
+    assert bare.token_ids == full.token_ids and bare.logprobs is not None and full.logprobs is not None
+    ranks: list[int] = []
+    for token, one, entry in zip(bare.token_ids, bare.logprobs, full.logprobs, strict=True):
+        assert list(one) == [token] and one[token] == entry[token]
+        assert -50 < one[token].logprob < 0
+        ranks.append(one[token].rank or 0)
+    assert max(ranks) > 4 or temperature < 2, "one was drawn that is not among the alternatives"
+
+
+def test_a_salt_keeps_pages_apart(llama: Launched) -> None:
+    e = engine(llama)
+    want = run(engine(llama), [request("x", PROMPTS[5])])["x"].outputs
+    cached: list[int] = []
+    for salt in ("a", "b", "a", None, "b", None):
+        out = run(e, [replace(request("x", PROMPTS[5], max_tokens=12), cache_salt=salt)])["x"]
+        assert out.outputs == want
+        cached.append(out.num_cached_tokens)
+    assert cached == [0, 0, 24, 0, 24, 24]
 
 
 def test_bad_words_of_several_tokens(llama: Launched) -> None:

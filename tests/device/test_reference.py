@@ -39,9 +39,7 @@ def walk(executor: Executor, recorded: Recorded, cuts: Sequence[int], row: int =
     start_at = 0
     for number, count in enumerate(cuts):
         first, last = -(-start_at // page), -(-(start_at + count) // page)
-        admission = Admission(
-            0, row, recorded.prompt_len, (), ((),) * groups, SamplingParams(), (), (), seed=0
-        )
+        admission = Admission(0, row, recorded.prompt_len, (), ((),) * groups, SamplingParams(), (), (), seed=0)
         targets = ids[start_at + 1 : start_at + count + 1]
         chunk = Chunk(0, 0, row, start_at, count, emit=False, ids=ids[start_at : start_at + count], targets=targets)
         plan = StepPlan(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jaxserve.grammar.compile import KEPT, Compiler
 from jaxserve.grammar.constraint import Constraint
 from jaxserve.grammar.source import MAX_DEPTH, MAX_RULES, MAX_TEXT
-from jaxserve.types import InvalidRequest
+from jaxserve.types import EngineDead, InvalidRequest
 from jaxserve.types import StructuredOutputsParams as Asked
 
 EOS = 256
@@ -43,9 +43,10 @@ def tree(kind: dict[str, object]) -> Asked:
 ANYTHING = {"type": "any_text"}
 INTEGER: dict[str, object] = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TEXTS: list[tuple[str, Asked, list[str], list[str]]] = [
-    ("schema", Asked(json=CITY), ['{"city":"a"}', '{ "city": "a",\n  "n": 1}', '{"city":"a","x":[]}'], ["{}", "[]"]),
+    ("schema", Asked(json=CITY), ['{"city":"a"}', '{ "city": "a",\n  "n": 1}'], ["{}", "[]", '{"city":"a","x":1}']),
     ("schema as text", Asked(json=json.dumps(CITY)), ['{"city":"ключ"}'], ['{"n":1}']),
-    ("closed", Asked(json=CITY, disable_additional_properties=True), ['{"city":"a"}'], ['{"city":"a","x":1}']),
+    ("open", Asked(json=CITY, disable_additional_properties=False), ['{"city":"a"}', '{"city":"a","x":[]}'], ["{}"]),
+    ("left open", Asked(json=CITY | {"additionalProperties": True}), ['{"city":"a","x":[]}'], ["{}"]),
     ("no blanks", Asked(json=CITY, disable_any_whitespace=True), ['{"city":"a","n":1}'], ['{"city": "a"}']),
     ("own blanks", Asked(json=CITY, whitespace_pattern="[ ]{3}"), ['{   "city"   :   "a"   }'], ['{"city": "a"}']),
     ("blanks end", Asked(json=CITY), [], ['{"city":' + " " * 9 + '"a"}', "{" + "\n" * 5 + '"city":"a"}']),
@@ -168,10 +169,11 @@ def test_what_is_asked_often_is_compiled_once(compiler: Compiler) -> None:
 
 
 def test_settings_hold_for_every_request() -> None:
-    strict = Compiler("byte", 258, (EOS,), disable_any_whitespace=True, disable_additional_properties=True)
-    assert not follows(strict, Asked(json=CITY), '{"city": "a"}')
-    assert not follows(strict, Asked(json=CITY), '{"city":"a","x":1}')
-    strict.close()
+    own = Compiler("byte", 258, (EOS,), disable_any_whitespace=True, disable_additional_properties=False)
+    assert not follows(own, Asked(json=CITY), '{"city": "a"}')
+    assert follows(own, Asked(json=CITY), '{"city":"a","x":1}')
+    assert not follows(own, Asked(json=CITY, disable_additional_properties=True), '{"city":"a","x":1}')
+    own.close()
 
 
 def test_settings_hold_for_the_schemas_of_tags() -> None:
@@ -194,6 +196,7 @@ def test_every_end_of_the_model_may_follow_a_whole_text_and_nothing_else() -> No
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     words.add_special_tokens(["<one>", "<two>", "</s>"])
     a, ends = words.token_to_id("a"), (257, 256)
+    assert a is not None
     found = Compiler(words.to_str(), 300, ends)
     grammar = found.submit(Asked(regex="a{1,3}")).result()
     found.close()
@@ -225,6 +228,8 @@ def test_a_tokenizer_that_cannot_be_read_costs_only_structured_outputs(caplog: p
         blind.submit(Asked(choice=["a"])).result()
     assert "structured outputs" in caplog.text
     blind.close()
+    with pytest.raises(EngineDead):
+        blind.submit(Asked(choice=["a"]))
 
 
 def test_other_threads_keep_their_stacks() -> None:

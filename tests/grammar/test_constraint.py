@@ -66,6 +66,23 @@ def test_a_spent_budget_says_the_end_of_thinking() -> None:
     assert said == ids("<;>")
 
 
+def test_an_end_that_the_model_says_in_many_tokens_is_seen() -> None:
+    c = Constraint(grammar('start: "ab"'), thinking("<;=>", budget=100))
+    for token in ids("a<;<;="):
+        assert c.accept(token)
+        assert len(allowed(c)) == 64
+    assert c.accept(ids(">")[0])
+    assert allowed(c) == ids("a")
+
+
+def test_an_end_whose_tokens_do_not_spell_it_is_said_once() -> None:
+    c = Constraint(grammar('start: "ab"'), Thinking("<end of thinking>", (7, 8), lambda token: b"", 0))
+    for token in (7, 8):
+        assert allowed(c) == [token]
+        assert c.accept(token)
+    assert allowed(c) == ids("a")
+
+
 def test_no_budget_at_all_ends_the_thinking_at_once() -> None:
     c = Constraint(None, thinking("<>", budget=0))
     assert allowed(c) == ids("<")

@@ -56,6 +56,17 @@ def test_tokens_that_are_certain_are_computed_together() -> None:
     assert sum(c.count for p in jumps.device.steps for c in p.chunks) <= 3 + 16
 
 
+def test_what_forbids_tokens_is_asked_even_where_only_one_may_follow() -> None:
+    """The device knows what else must not be said; the grammar alone does not."""
+    g, letters = grammar('start: "abcdefghijklmno"'), tuple(range(49, 64))
+    for banned, allowed in (((50, 49),), None), ((), (EOS, *letters)):
+        w = world(depth=2)
+        params = SamplingParams(temperature=0, max_tokens=16, allowed_token_ids=allowed)
+        w.engine.add(Request("a", (5, 6, 7), params), banned, g)
+        assert w.run() >= 16
+        assert w.said["a.0"] == constrained([5, 6, 7], 16, Constraint(g))
+
+
 def test_log_probabilities_are_those_of_the_model_for_the_tokens_it_had_to_say() -> None:
     w = world(depth=2)
     w.add("a", [5, 6, 7], grammar=KEYS, max_tokens=20, logprobs=2)
@@ -197,6 +208,7 @@ def test_a_step_takes_in_so_many_certain_tokens_and_no_more(monkeypatch: pytest.
         before = counts.generation_tokens
         w.check()
     assert w.said == wanted
+    assert before == 3 * 16, "certain tokens count like others"
 
 
 def test_an_answer_that_cannot_begin_ends_with_an_error_and_is_told_with_its_time() -> None:

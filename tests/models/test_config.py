@@ -111,6 +111,13 @@ def test_refusals_name_the_field(field: str, value: object):
         read(**{field: value})
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
+def test_quantised_checkpoints_are_refused_by_their_method(method: str | None):
+    """Before any of their numbers is taken for something else."""
+    with pytest.raises(ValueError, match=f"quantization_config .*{method or 'no quant_method'}"):
+        read(quantization_config={"bits": 4, "version": "gemm"} | ({"quant_method": method} if method else {}))
+
+
 @pytest.mark.parametrize("types", [["full_attention"] * 3, ["full_attention"] * 3 + ["chunked_attention"], "full"])
 def test_layer_types_must_fit(types: object):
     with pytest.raises(ValueError, match="layer_types"):

@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from tests.server.conftest import client_of, make_service
-from tests.server.fake_engine import VOCAB, FakeEngine, wait_for
+from tests.server.fake_engine import BOS, VOCAB, FakeEngine, wait_for
 from tests.server.test_errors import CHAT, COMPLETIONS, HELLO, error_of
+from tests.server.test_tools import CALL, CALL_NOW, TOOLS, assembled, comparable
 
 GREEDY = {"prompt": "a", "temperature": 0}
 JSON = {"content-type": "application/json"}
@@ -362,3 +363,158 @@ async def test_nested_brackets_crash_the_server(client) -> None:
         body = b'{"messages": [{"role":"user","content":"x"}], "chat_template_kwargs": {"a": ' + deep + b"}}"
         error_of(await client.post(CHAT, content=body, headers=JSON), 400)
     await asyncio.gather(*(still_serves(client) for _ in range(3)))
+
+
+async def heard(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> list[tuple[str, str, dict]]:
+    """Text, finish_reason and usage of the answer: whole, and as a stream."""
+    whole = (await client.post(path, json=body)).json()
+    [choice] = whole["choices"]
+    said = choice["text"] if path == COMPLETIONS else choice["message"]["content"] or ""
+    pieces = await chunks(client, path, body | {"stream_options": {"include_usage": True}})
+    text, ends = "", []
+    for one in (choice for piece in pieces for choice in piece["choices"]):
+        text += one["text"] if path == COMPLETIONS else one["delta"].get("content") or ""
+        ends += [one["finish_reason"]] if one["finish_reason"] else []
+    assert len(ends) == 1
+    return [(said, choice["finish_reason"], whole["usage"]), (text, ends[0], pieces[-1]["usage"])]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    ("script", "limit", "stop", "said", "reason"),
+    [
+        ("abcdef", 6, ["def☃"], "abcdef", "length"),
+        ("abcdef", 9, ["def☃"], "abcdef", "stop"),
+        ("ab<tool_ca", 10, ["zz"], "ab<tool_ca", "length"),
+        ("ab<tool_ca", 20, ["a☃"], "ab<tool_ca", "stop"),
+        ("ab<tool_ca", 10, ["_ca☃"], "ab<tool_ca", "length"),
+        ("ab é", 4, ["b \ufffd☃"], "ab \ufffd", "length"),
+        ("abcdef", 9, ["def"], "abc", "stop"),
+    ],
+)
+async def test_text_that_is_held_back_is_lost_at_the_end(
+    client, engine: FakeEngine, script: str, limit: int, stop: list[str], said: str, reason: str, tools: dict
+) -> None:
+    engine.tokenizer.template = "{{ messages }}{{ tools }}<tool_call>"
+    engine.script = script
+    asked = {"temperature": 0, "max_tokens": limit, "stop": stop}
+    found = await heard(client, CHAT, {"messages": HELLO, **asked, **tools})
+    if not tools:
+        found += await heard(client, COMPLETIONS, {"prompt": "x", **asked})
+    assert {(text, end) for text, end, _ in found} == {(said, reason)}
+    assert len({usage["completion_tokens"] for _, _, usage in found}) == 1
+
+
+@pytest.mark.anyio
+async def test_the_bytes_of_alternatives_are_those_of_a_replacement_character(client) -> None:
+    """After "!" comes half a character; where something else is chosen, that half is the best alternative."""
+    chat = {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 3, "temperature": 0}
+    for bias in ({}, {str(ord("q")): 100}):
+        body = chat | {"chat_template_kwargs": {"opening": "!"}, "logit_bias": bias}
+        [choice] = (await client.post(CHAT, json=body)).json()["choices"]
+        content = choice["logprobs"]["content"]
+        assert bytes(b for one in content for b in one["bytes"]).decode() == choice["message"]["content"]
+        assert (content[0]["top_logprobs"][0]["token"], content[0]["top_logprobs"][0]["bytes"]) == (
+            "bytes:\\xc3",
+            [195],
+        )
+        for one in (top for entry in content for top in entry["top_logprobs"]):
+            assert one["bytes"] != list("\ufffd".encode()) and one["token"]
+            assert one["token"] in ("bytes:\\xc3", "bytes:\\xa9") or one["token"].encode() == bytes(one["bytes"])
+
+
+@pytest.mark.anyio
+async def test_a_special_token_among_the_alternatives_is_a_500(client) -> None:
+    """After "." the end is the likeliest: chosen, passed over, and as an alternative."""
+    for more in ({}, {"ignore_eos": True}, {"logit_bias": {str(ord("q")): 100}}):
+        body = {"temperature": 0, "max_tokens": 1, **more}
+        answer = await client.post(COMPLETIONS, json=body | {"prompt": "a.", "logprobs": 5})
+        assert next(iter(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0])) == (
+            "q" if "logit_bias" in more else "</s>"
+        )
+        chat = body | {"messages": HELLO, "logprobs": True, "top_logprobs": 5, "chat_template_kwargs": {"opening": "."}}
+        [entry] = (await client.post(CHAT, json=chat)).json()["choices"][0]["logprobs"]["content"]
+        assert (entry["top_logprobs"][0]["token"], entry["top_logprobs"][0]["bytes"]) == ("</s>", list(b"</s>"))
+        assert len({one["token"] for one in entry["top_logprobs"]}) == 5
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("bias", [{}, {str(ord("q")): 100}], ids=["likely", "unlikely"])
+async def test_no_alternatives_means_no_log_probabilities(client, temperature: float, bias: dict[str, int]) -> None:
+    asked = {"temperature": temperature, "seed": 3, "max_tokens": 4, "logit_bias": bias}
+    found = (await client.post(COMPLETIONS, json=asked | {"prompt": "a", "logprobs": 0})).json()["choices"][0][
+        "logprobs"
+    ]
+    assert [list(top.items()) for top in found["top_logprobs"]] == [
+        [pair] for pair in zip(found["tokens"], found["token_logprobs"], strict=True)
+    ]
+    assert len(found["tokens"]) == 4 and all(value < 0 for value in found["token_logprobs"])
+    chat = (await client.post(CHAT, json=asked | {"messages": HELLO, "logprobs": True})).json()["choices"][0]
+    assert [one["top_logprobs"] for one in chat["logprobs"]["content"]] == [[]] * 4
+    assert all(one["logprob"] < 0 for one in chat["logprobs"]["content"])
+
+
+@pytest.mark.anyio
+async def test_a_scored_prompt_is_missing_or_all_zero(client) -> None:
+    """As lm-eval asks: token ids, echo, no answer or one token; several prompts at once."""
+    prompts = [[BOS, *b"the cat sat"], [BOS, *b"abcdq"]]
+    for limit in (0, 1):
+        for given in (prompts, *([one] for one in prompts)):
+            body = {"prompt": given, "max_tokens": limit, "echo": True, "logprobs": 1, "temperature": 0}
+            answer = (await client.post(COMPLETIONS, json=body)).json()
+            assert answer["usage"]["completion_tokens"] == limit * len(given)
+            for choice, prompt in zip(answer["choices"], given, strict=True):
+                scores = choice["logprobs"]["token_logprobs"]
+                assert len(scores) == len(choice["logprobs"]["tokens"]) == len(prompt) + limit
+                assert scores[0] is None and all(-100 < one < 0 for one in scores[1:])
+                assert len(set(scores[1:])) > 1
+                assert len(choice["logprobs"]["top_logprobs"]) == len(scores)
+
+
+@pytest.mark.anyio
+async def test_an_empty_prompt_kills_the_engine(client, engine: FakeEngine, monkeypatch) -> None:
+    """With a tokenizer that begins texts it is a prompt, without one it is none."""
+    for prompt in ("", [""], ["", "x"]):
+        answer = await client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == max(1, len(prompt))
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, add_special_tokens=True: list(text.encode()))
+    engine.seen.clear()
+    for prompt in ("", [""], ["", "x"], ["x", ""], [], [[]], [[], [97]], [[97], []]):
+        for more in ({}, {"echo": True, "logprobs": 1, "max_tokens": 0}, {"use_beam_search": True}, {"stream": True}):
+            error = error_of(await client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, **more}), 400)
+            assert error["param"] == "prompt"
+    assert not engine.seen
+    await still_serves(client)
+
+
+CALLS = {
+    "one without arguments first": [CALL_NOW, CALL],
+    "one without arguments last": [CALL, CALL_NOW],
+    "only without arguments": [CALL_NOW, CALL_NOW, CALL_NOW],
+    "braces in strings": [CALL.replace("Rome", 'a}{ \\"]]}'), CALL],
+    "nested arguments": [CALL.replace('"Rome"', '{"a": [{}, {"b": "}"}], "é": "\U0001f642"}'), CALL_NOW],
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_streamed_arguments_are_cut_or_missing_or_of_the_wrong_call(
+    client, engine: FakeEngine, name: str, choice: str, parallel: bool
+) -> None:
+    engine.tokenizer.template = "{{ messages }}{{ tools }}<tool_call>"
+    engine.script = "\n".join(CALLS[name])
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    said = (await client.post(CHAT, json=body)).json()["choices"][0]
+    message, end = assembled(await chunks(client, CHAT, body))
+    assert (comparable(message), end) == (comparable(said["message"]), said["finish_reason"])
+    wanted = [json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>")) for call in CALLS[name]]
+    found = [call["function"] for call in message["tool_calls"]]
+    assert [{"name": f["name"], "arguments": json.loads(f["arguments"])} for f in found] == (
+        wanted if parallel else wanted[:1]
+    )
+    assert len({call["id"] for call in message["tool_calls"]}) == len(found)
+    assert end == "tool_calls"

@@ -65,8 +65,11 @@ def test_the_index_decides(directory):
     save_file({"a": TENSORS["a"], "b": TENSORS["b"] * 0}, directory / "one.safetensors")
     save_file({"b": TENSORS["b"]}, directory / "two.safetensors")
     write_index(directory, {"a": "one.safetensors", "b": "two.safetensors"})
+    for stray in ("model.safetensors", "consolidated.safetensors"):
+        save_file({name: np.zeros_like(values) for name, values in TENSORS.items()}, directory / stray)
     checkpoint = SafetensorsCheckpoint(directory)
-    np.testing.assert_array_equal(checkpoint.read("b"), TENSORS["b"])
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(checkpoint.read(name), TENSORS[name])
     assert checkpoint.where("b").endswith("two.safetensors")
 
 
