@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxserve import __version__
 from server import chat_cli, flags
+from server.bench import command as bench_cli
 from server.serving import serve
 
 
@@ -33,11 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     chat_cli.add_flags(chat_parser)
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure a server, or the engine without one",
+        description="Measures a server, or the engine without one.",
+        allow_abbrev=False,
+    )
+    bench_cli.add_flags(bench_parser)
     match words[:1]:
         case ["serve"]:
             return serve(*flags.read_flags(serve_parser, words[1:]))
         case ["chat"]:
             return chat_cli.chat(chat_parser.parse_args(words[1:]))
+        case ["bench"]:
+            return bench_cli.bench(bench_parser, words[1:])
         case []:
             parser.print_help()
             return 0

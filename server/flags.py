@@ -18,6 +18,9 @@ from jaxserve.config import NOT_SERVED, EngineConfig, ServerConfig, read_yaml, s
 from server.openai.dialect import check_parsers
 
 KEY_VARIABLES = ("JAXSERVE_API_KEY", "VLLM_API_KEY")
+type Owners = tuple[type[EngineConfig] | type[ServerConfig], ...]
+BOTH: Owners = (EngineConfig, ServerConfig)
+ENGINE: Owners = (EngineConfig,)
 _SHORT_OF_VLLM = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
@@ -32,12 +35,12 @@ _SHORT_OF_VLLM = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every option, the model as the first argument, and --config."""
+def add_flags(parser: argparse.ArgumentParser, owners: Owners = BOTH) -> None:
+    """Adds every option of `owners`, the model as the first argument, and --config."""
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="what to serve; --model says the same")
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file, named like the flags")
-    for title, owner in (("engine", EngineConfig), ("server", ServerConfig)):
-        group = parser.add_argument_group(title)
+    for owner in owners:
+        group = parser.add_argument_group("engine" if owner is EngineConfig else "server")
         hints = typing.get_type_hints(owner)
         for option in fields(owner):
             _add(group, option, hints[option.name])
@@ -48,8 +51,39 @@ def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[En
 
     Exits with status 2 and a message on stderr when something is wrong.
     """
-    known, rest = parser.parse_known_args([_dashed(word) for word in argv])
-    _refuse_flags(parser, rest)
+    options = _options(parser, argv, BOTH)
+    try:
+        options.setdefault("api_key", _keys_of_environment())
+        engine, server = split(options)
+        check_parsers(server)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if any(not key.strip() for key in server.api_key):
+        parser.error("an API key must not be empty")
+    return engine, server
+
+
+def read_engine_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
+    """Like `read_flags`, for a parser with the engine's options only. The server's are of no concern in a file."""
+    options = _options(parser, argv, ENGINE)
+    try:
+        return split(options)[0]
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def dashed(word: str) -> str:
+    """`--max_model_len=8k` as `--max-model-len=8k`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _options(parser: argparse.ArgumentParser, argv: Sequence[str], owners: Owners) -> dict[str, object]:
+    """What the words and the file say, by the names of fields."""
+    known, rest = parser.parse_known_args([dashed(word) for word in argv])
+    _refuse_flags(parser, rest, owners)
     given: dict[str, object] = {name: value for name, value in vars(known).items() if value is not None}
     positional, file = given.pop("positional_model", None), given.pop("config", None)
     if positional is None and rest:  # some versions of argparse take an optional argument only before the flags
@@ -59,15 +93,9 @@ def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[En
     if positional is not None and given.setdefault("model", positional) != positional:
         parser.error(f"two models are named: {positional} and {given['model']}")
     try:
-        options = (read_yaml(str(file)) if file is not None else {}) | given
-        options.setdefault("api_key", _keys_of_environment())
-        engine, server = split(options)
-        check_parsers(server)
-    except (TypeError, ValueError) as error:
+        return (read_yaml(str(file)) if file is not None else {}) | given
+    except ValueError as error:
         parser.error(str(error))
-    if any(not key.strip() for key in server.api_key):
-        parser.error("an API key must not be empty")
-    return engine, server
 
 
 def _add(group: argparse._ArgumentGroup, option: Field[object], hint: object) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -109,28 +137,20 @@ def _whole(text: str) -> int | str:
     return int(text) if re.fullmatch(r"[+-]?\d{1,19}", text) else text
 
 
-def _dashed(word: str) -> str:
-    """`--max_model_len=8k` as `--max-model-len=8k`."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
-def _refuse_flags(parser: argparse.ArgumentParser, words: Iterable[str]) -> None:
+def _refuse_flags(parser: argparse.ArgumentParser, words: Iterable[str], owners: Owners) -> None:
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("-") and not re.fullmatch(r"-\d.*", name):
-            parser.error(_unknown_flag(name))
+            parser.error(_unknown_flag(name, owners))
 
 
-def _unknown_flag(flag: str) -> str:
+def _unknown_flag(flag: str, owners: Owners) -> str:
     name = _SHORT_OF_VLLM.get(flag, flag.lstrip("-").split(".")[0].replace("-", "_"))
     if re.fullmatch(r"-O\d?", flag):
         name = "compilation_config"
     if name in NOT_SERVED or name.removeprefix("no_") in NOT_SERVED:
         return f"{flag} is a flag of vLLM that jaxserve does not serve yet; remove it"
-    known = ["config", *(_flag(option)[2:] for owner in (EngineConfig, ServerConfig) for option in fields(owner))]
+    known = ["config", *(_flag(option)[2:] for owner in owners for option in fields(owner))]
     near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
     hint = f"; did you mean --{near[0]}?" if near else "; `jaxserve serve --help` lists them all"
     return f"unknown flag {flag}{hint}"

@@ -63,6 +63,14 @@ def test_a_wide_search_finds_what_listing_all_answers_finds(penalty: float, seed
     assert [beam.score(penalty) for beam in found[:10]] == pytest.approx([score for score, _ in wanted[:10]])
 
 
+@pytest.mark.parametrize(("penalty", "goes_on"), [(1.0, True), (0.0, False), (-1.0, False)])
+def test_a_search_goes_on_while_a_live_beam_could_still_win(penalty: float, goes_on: bool) -> None:
+    """A longer answer may win where length counts for it, even if the live beam is behind now."""
+    found = BeamSearch(PROMPT, BeamSearchParams(beam_width=1, max_tokens=10, length_penalty=penalty), (END,), 100)
+    found.advance([{END: Logprob(-1.5), 1: Logprob(-2.0)}])
+    assert bool(found.texts()) == goes_on
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_one_beam_that_never_ends_is_greedy(seed: int) -> None:
     [beam], rounds = search(BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True), seed=seed)

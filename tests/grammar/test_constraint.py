@@ -27,6 +27,7 @@ def test_a_grammar_is_followed_to_its_end_and_then_only_the_end_may_follow() -> 
     assert c.accept(EOS)
     assert allowed(c) == [EOS]
     assert c.accept(EOS), "a sequence that ignores the end may say it again"
+    assert not c.accept(ids("a")[0])
 
 
 def test_a_token_that_must_not_follow_is_the_end() -> None:

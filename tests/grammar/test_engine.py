@@ -170,6 +170,29 @@ def test_a_budget_is_refused_where_nothing_is_free() -> None:
         w.add("a", [1], grammar=KEYS, thinking_token_budget=3, thinking_end="<=>")
 
 
+def test_thinking_may_be_held_to_the_grammar_too() -> None:
+    w = world(depth=2)
+    w.engine.bounds = replace(w.engine.bounds, constrain_thinking=True)
+    w.add("a", [5, 6, 7], grammar=KEYS, thinking_end="<=>", max_tokens=20)
+    w.run()
+    assert w.said["a.0"] == constrained([5, 6, 7], 20, Constraint(KEYS))
+
+
+def test_what_was_held_back_for_a_stop_string_is_said_before_an_error() -> None:
+    w = world(depth=1)
+    long = grammar("start: /[a-f]{20}/")
+    held = constrained([5, 6, 7], 3, Constraint(long))
+    text = "".join(Letters().token_text(t) for t in held)
+    w.add("bad", [5, 6, 7], grammar=long, max_tokens=20, stop=text + "z")
+    while w.said.get("bad.0") != held:
+        w.step()
+    assert w.answer("bad").outputs[0].text == ""
+    w.engine._constraints[0].accept(60)
+    w.run()
+    out = w.answer("bad").outputs[0]
+    assert (out.text, out.token_ids, out.finish_reason) == (text, tuple(held), "error")
+
+
 def test_thinking_that_has_no_end_is_no_thinking() -> None:
     w = world(depth=1)
     with pytest.raises(ValueError, match="thinking_token_budget"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from tests.server.fake_engine import BOS, FakeEngine
+from jaxserve.types import CompletionOutput, SamplingParams
+from tests.server.fake_engine import BOS, Choice, FakeEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -82,6 +84,29 @@ async def test_choices_of_several_prompts_are_numbered_in_a_row(client) -> None:
 
 async def test_special_tokens_of_the_prompt_can_be_left_out(client) -> None:
     assert (await ask(client, prompt="abc", add_special_tokens=False))["usage"]["prompt_tokens"] == 3
+
+
+async def test_an_answer_that_could_not_go_on_says_so_and_keeps_what_was_said(client, monkeypatch) -> None:
+    advance, why = FakeEngine._advance, "structured_outputs: nothing was left"
+
+    def dead_end(self: FakeEngine, c: Choice, p: SamplingParams, limit: int) -> CompletionOutput:
+        piece = advance(self, c, p, limit)
+        if len(c.generated) < 3:
+            return piece
+        c.reason, c.stop_reason = "error", why
+        return replace(piece, finish_reason="error", stop_reason=why)
+
+    monkeypatch.setattr(FakeEngine, "_advance", dead_end)
+    whole = (await ask(client, prompt="a", max_tokens=9))["choices"][0]
+    assert (whole["text"], whole["finish_reason"], whole["stop_reason"]) == ("bcd", "error", why)
+    last = (await stream(client, prompt="a", max_tokens=9))[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("error", why)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+    last = (await stream(client, "/v1/chat/completions", **chat))[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("error", why)
+    response = await client.post("/v1/chat/completions", json={"model": "toy", "temperature": 0, **chat})
+    said = response.json()["choices"][0]
+    assert (len(said["message"]["content"]), said["finish_reason"], said["stop_reason"]) == (3, "error", why)
 
 
 async def test_the_end_and_what_caused_it(client) -> None:
