@@ -146,7 +146,9 @@ def judge_refusal(schema: Schema, status: int, body: str) -> tuple[Outcome, str]
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return "wrong", f"status {status}: {body}"
-    named = any(re.search(rf"(?<![\w$]){re.escape(keyword)}(?!\w)", message) for keyword in _keywords(schema))
+    named = schema is False or any(
+        re.search(rf"(?<![\w$]){re.escape(keyword)}(?!\w)", message) for keyword in _keywords(schema)
+    )
     if status == 400 and (named or UNSUPPORTED.search(message)):
         return "refused", message
     return "wrong", f"status {status}: {message}"

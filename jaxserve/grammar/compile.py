@@ -20,11 +20,11 @@ from jaxserve.types import EngineDead, InvalidRequest, StructuredOutputsParams
 log = logging.getLogger(__name__)
 
 _KEYWORDS = {
-    "Resource '": "$ref",
+    "Resource '": "$ref or $schema",
     "Pointer '": "$ref",
     "regex parse error": "pattern",
     "patternProperty": "patternProperties",
-    "Failed to generate regex for": "minimum, maximum",
+    "Failed to generate regex for": "minimum, maximum, exclusiveMinimum or exclusiveMaximum",
     "invalid multiple": "multipleOf",
     "Unknown format": "format",
     "anyOf is empty": "enum",
@@ -36,6 +36,8 @@ KEPT = 128
 """Compiled grammars that are remembered."""
 THREADS = 2
 """One that is busy with something large does not hold up the rest."""
+WORDS = ("[a-z]{1,30}", "[A-Za-z ]{1,30}")
+"""Tokens that are allowed or not as one, beside llguidance's own for JSON: plain text's masks take far less time."""
 STACK_BYTES = 64 * 2**20
 """Of a compiling thread: the compiler recurses over chains of rules."""
 
@@ -149,8 +151,9 @@ def _vocabulary(tokenizer: str, vocab: int, eos: Sequence[int]) -> llguidance.LL
     if not eos:
         log.warning("no structured outputs: no token ends this model's texts")
         return None
+    slices = [*WORDS, *llguidance.LLTokenizer.general_slices()]
     try:
-        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=list(eos))
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=list(eos), slices=slices)
     except ValueError as error:
         log.warning("no structured outputs: llguidance cannot read this model's tokenizer (%s)", error)
         return None

@@ -1,4 +1,5 @@
-"""An HTTP/1.1 client made for measuring: bodies as they come, few microseconds a chunk, connections used again.
+"""An HTTP/1.1 client made for measuring: bodies are taken in where they arrive, without a task that wakes up for each
+piece, and connections are used again.
 
 Owns sockets; knows nothing of models or benchmarks.
 """
@@ -7,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 30.0
-_READ = 1 << 16
-_HEAD = 1 << 20
+_LONGEST_HEAD = 1 << 20
+
+Take = Callable[[bytes], None]
+"""Is given what has come of a body, as it comes. What it raises ends the exchange and reaches who asked."""
 
 
 class ClientError(Exception):
@@ -21,57 +25,19 @@ class ClientError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
-class Response:
-    """Status and headers of an answer; its body must be read to the end, or `close` called."""
-
-    def __init__(self, client: Client, connection: Connection, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers = status, headers
-        self._client, self._connection = client, connection
-
-    async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body, as much at a time as has come.
-
-        Raises:
-            ClientError: the connection ended before the body did.
-        """
-        reader = self._connection.reader
-        whole = False
-        try:
-            if self.headers.get("transfer-encoding", "").lower() == "chunked":
-                async for piece in _chunked(reader):
-                    yield piece
-                whole = True
-            elif "content-length" in self.headers:
-                async for piece in _counted(reader, int(self.headers["content-length"])):
-                    yield piece
-                whole = True
-            else:
-                while piece := await reader.read(_READ):
-                    yield piece
-        except (OSError, ValueError, EOFError) as error:
-            raise ClientError(f"the connection broke off in the middle of an answer ({_why(error)})") from None
-        finally:
-            if whole and self.headers.get("connection", "").lower() != "close":
-                self._client.give_back(self._connection)
-            else:
-                self.close()
-
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
-
-    def close(self) -> None:
-        self._connection.writer.close()
+class Reply:
+    status: int
+    body: bytes
+    """Empty where somebody took it."""
 
 
 class Client:
     """All connections to one server. `url`: http://host:port, perhaps with a path that comes before every other."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        """Raises:
+        ValueError: the address is none.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's address must look like http://127.0.0.1:8000, got {url}")
@@ -81,107 +47,249 @@ class Client:
         self._path = parts.path.rstrip("/")
         told = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
-        self._idle: list[Connection] = []
+        self._idle: list[_Connection] = []
 
-    async def get(self, path: str) -> Response:
-        return await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode())
+    async def get(self, path: str) -> Reply:
+        """Raises:
+        ClientError: there is no whole answer.
+        """
+        return await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), None)
 
-    async def post(self, path: str, body: bytes) -> Response:
+    async def post(self, path: str, body: bytes, take: Take | None = None) -> Reply:
+        """`take` gets the body of an answer with status 200, that of any other is in the reply.
+
+        Raises:
+            ClientError: there is no whole answer.
+        """
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        return await self._ask(f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{kind}".encode() + body)
-
-    def give_back(self, connection: Connection) -> None:
-        """For the next request."""
-        self._idle.append(connection)
+        return await self._ask(f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{kind}".encode() + body, take)
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().writer.close()
+            self._idle.pop().close()
 
-    async def _ask(self, request: bytes) -> Response:
-        """A connection that has been idle may turn out to be closed; then a new one is taken."""
+    async def _ask(self, request: bytes, take: Take | None) -> Reply:
+        """A connection that has been idle may turn out to be closed; then another one is taken."""
         while True:
             idle = self._take_idle()
             connection = idle or await self._connect()
             try:
-                connection.writer.write(request)
-                await connection.writer.drain()
-                head = await connection.reader.readuntil(b"\r\n\r\n")
-            except (OSError, EOFError, asyncio.LimitOverrunError) as error:
-                connection.writer.close()
+                reply = await connection.exchange(request, take)
+            except _Unanswered as error:
                 if idle is None:
-                    raise ClientError(f"the server closed the connection without an answer ({_why(error)})") from None
+                    raise ClientError(f"the server closed the connection without an answer ({error})") from None
+                continue
             except BaseException:
-                connection.writer.close()
+                connection.close()
                 raise
-            else:
-                return self._response(connection, head)
+            if connection.reusable:
+                self._idle.append(connection)
+            return reply
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.reader.at_eof() and not connection.writer.is_closing():
+            if connection.reusable:
                 return connection
-            connection.writer.close()
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return Connection(*await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_HEAD))
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
         except (OSError, TimeoutError) as error:
             raise ClientError(f"no server answers at {self._host}:{self._port} ({_why(error)})") from None
+        return connection
 
-    def _response(self, connection: Connection, head: bytes) -> Response:
+
+class _Unanswered(Exception):
+    """The connection was closed before anything came."""
+
+
+class _Connection(asyncio.Protocol):
+    """One socket, and at most one exchange on it."""
+
+    def __init__(self) -> None:
+        self.reusable = False
+        """It is open, and the last answer has come whole."""
+        self._transport: asyncio.Transport | None = None
+        self._lost: Exception | None = None
+        self._waiting: asyncio.Future[Reply] | None = None
+        self._take: Take | None = None
+        self._head = b""
+        self._body: _Body | None = None
+        self._status = 0
+        self._stays = True
+        self._parts: list[bytes] = []
+
+    async def exchange(self, request: bytes, take: Take | None) -> Reply:
+        if self._transport is None or self._lost is not None:
+            raise _Unanswered(_why(self._lost or ConnectionError("closed")))
+        self._waiting = asyncio.get_running_loop().create_future()
+        self._take, self._head, self._body, self._parts, self.reusable = take, b"", None, [], False
+        self._transport.write(request)
+        return await self._waiting
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiting is None or self._waiting.done():
+            self.close()
+            return
+        try:
+            self._feed(data)
+        except Exception as error:
+            self._fail(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        self._lost = exc or ConnectionError("closed")
+        if self._waiting is None or self._waiting.done():
+            return
+        if self._body is None and not self._head:
+            self._fail(_Unanswered(_why(self._lost)))
+        elif self._body is None:
+            self._fail(_broken("no whole head"))
+        elif exc is None and self._body.ends_with_connection:
+            self._finish()
+        else:
+            self._fail(_broken(f"{self._body.missing}; {_why(self._lost)}"))
+
+    def _feed(self, data: bytes) -> None:
+        if self._body is None:
+            self._head += data
+            head, between, data = self._head.partition(b"\r\n\r\n")
+            if not between:
+                if len(self._head) > _LONGEST_HEAD:
+                    raise _broken("a head without end")
+                return
+            self._begin(head)
+        assert self._body is not None
+        try:
+            piece, ended = self._body.feed(data)
+        except ValueError as error:
+            raise _broken(str(error)) from None
+        if piece:
+            if self._take is not None and self._status == 200:
+                self._take(piece)
+            else:
+                self._parts.append(piece)
+        if ended:
+            self._finish()
+
+    def _begin(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
-        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            connection.writer.close()
-            raise ClientError(f"the server does not speak HTTP/1.1: {first[:80]!r}")
-        pairs = (line.partition(":") for line in lines if line)
+        pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        return Response(self, connection, int(words[1]), headers)
+        counts = [*words[1:2], headers.get("content-length", "0")]
+        if not words[0].startswith("HTTP/1.") or len(counts) < 2 or not all(count.isdigit() for count in counts):
+            raise ClientError(f"the server does not speak HTTP/1.1: {first[:80]!r}")
+        self._status = int(words[1])
+        self._stays = headers.get("connection", "").lower() != "close"
+        self._body = _body_of(headers)
+
+    def _finish(self) -> None:
+        assert self._waiting is not None and self._body is not None
+        if self._stays and not self._body.ends_with_connection:
+            self.reusable = self._lost is None
+        else:
+            self.close()
+        self._waiting.set_result(Reply(self._status, b"".join(self._parts)))
+
+    def _fail(self, error: Exception) -> None:
+        assert self._waiting is not None
+        self._waiting.set_exception(error)
+        self.close()
 
 
-async def _chunked(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    """Whole chunks; what has come of the next one waits for the rest."""
-    buffer = b""
-    while True:
-        data = await reader.read(_READ)
-        if not data:
-            raise EOFError("no last chunk")
-        buffer += data
-        chunks, used, ended = _cut(buffer)
-        buffer = buffer[used:]
-        if chunks:
-            yield b"".join(chunks)
-        if ended:
-            return
+class _Body(Protocol):
+    """How a body is framed."""
+
+    ends_with_connection: bool
+
+    @property
+    def missing(self) -> str: ...
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        """What `data` adds to the body, and whether that was all.
+
+        Raises:
+            ValueError: a frame is none.
+        """
+        ...
 
 
-def _cut(buffer: bytes) -> tuple[list[bytes], int, bool]:
-    """The chunks that `buffer` begins with, how many bytes they and their frames take, and whether they were all."""
-    chunks: list[bytes] = []
-    at = 0
-    while (end := buffer.find(b"\r\n", at)) >= 0:
-        size = int(buffer[at:end].partition(b";")[0], 16)
-        if size == 0:
-            return chunks, at, buffer.find(b"\r\n\r\n", end) >= 0
-        begin = end + 2
-        if len(buffer) < begin + size + 2:
-            break
-        chunks.append(buffer[begin : begin + size])
-        at = begin + size + 2
-    return chunks, at, False
+def _body_of(headers: Mapping[str, str]) -> _Body:
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        return _Chunked()
+    if "content-length" in headers:
+        return _Counted(int(headers["content-length"]))
+    return _Endless()
 
 
-async def _counted(reader: asyncio.StreamReader, left: int) -> AsyncGenerator[bytes]:
-    while left:
-        piece = await reader.read(min(left, _READ))
-        if not piece:
-            raise EOFError(f"{left} bytes are missing")
-        left -= len(piece)
-        yield piece
+class _Chunked:
+    """Gives whole chunks; what has come of the next one waits for the rest."""
+
+    ends_with_connection = False
+    missing = "no last chunk"
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        data = self._rest + data if self._rest else data
+        chunks: list[bytes] = []
+        at, ended = 0, False
+        while (end := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:end].partition(b";")[0], 16)
+            begin = end + 2
+            if size == 0:
+                ended = data.find(b"\r\n\r\n", end) >= 0
+                break
+            if len(data) < begin + size + 2:
+                break
+            chunks.append(data[begin : begin + size])
+            at = begin + size + 2
+        self._rest = data[at:]
+        return b"".join(chunks), ended
+
+
+class _Counted:
+    ends_with_connection = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+
+    @property
+    def missing(self) -> str:
+        return f"{self._left} bytes are missing"
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        piece = data[: self._left]
+        self._left -= len(piece)
+        return piece, self._left == 0
+
+
+class _Endless:
+    """Until the connection ends."""
+
+    ends_with_connection = True
+    missing = ""
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        return data, False
+
+
+def _broken(why: str) -> ClientError:
+    return ClientError(f"the connection broke off in the middle of an answer ({why})")
 
 
 def _why(error: BaseException) -> str:

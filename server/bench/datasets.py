@@ -34,8 +34,8 @@ ground form event official matter center couple site project activity star need 
 industry figure street image phone data picture practice piece land product doctor wall patient worker news test
 movie north love support technology step south west east summer light garden river mountain bridge window kitchen
 winter spring letter animal color dinner island stone forest engine circle machine market nature ocean pattern
-planet quality record signal station subject surface theory unit value village weather yellow green blue small large
-early late open quiet simple strong warm clear deep free full happy high long low new old short slow sure whole""".split()
+planet quality record signal station subject surface theory unit value village weather yellow green blue small
+large early late open quiet simple strong warm clear deep free full happy high low new short slow sure whole""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,34 +230,42 @@ _HELP = {
 }
 
 
+_INPUT_LEN = {"random": "random_input_len", "prefix_repetition": "prefix_repetition_suffix_len"}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dataset")
     for name, told in _HELP.items():
         default = Dataset.__dataclass_fields__[name].default
+        shown = f"{told} (default: {default})" if default is not None else told
         if isinstance(default, bool):
-            group.add_argument(_flag(name), action="store_true", help=told)
+            group.add_argument(_flag(name), action="store_true", default=None, help=told)
         elif name == "dataset_name":
-            group.add_argument(_flag(name), choices=NAMES, default=default, help=f"{told} (default: {default})")
+            group.add_argument(_flag(name), choices=NAMES, help=shown)
+        elif name == "dataset_path":
+            group.add_argument(_flag(name), metavar="FILE", help=shown)
         else:
-            kind = str if name == "dataset_path" else float if isinstance(default, float) else int
-            shown = "" if default is None else f" (default: {default})"
-            group.add_argument(_flag(name), type=kind, default=default, metavar="N", help=told + shown)
+            group.add_argument(_flag(name), type=float if isinstance(default, float) else int, metavar="N", help=shown)
     group.add_argument("--input-len", type=int, metavar="N", help="--random-input-len, or the suffix of a repetition")
-    group.add_argument("--output-len", type=int, metavar="N", help="the same for every kind of data set")
+    group.add_argument("--output-len", type=int, metavar="N", help="tokens of an answer, for every kind of data set")
 
 
 def read_flags(flags: argparse.Namespace) -> Dataset:
     """Raises:
-    ValueError: a value is impossible; the message names the flag.
+    ValueError: a value is impossible, or of no use for this data set; the message names the flag.
     """
-    found = {name: getattr(flags, name) for name in _HELP}
+    given: dict[str, object] = {name: value for name in _HELP if (value := getattr(flags, name)) is not None}
+    kind = str(given.get("dataset_name", "random"))
+    for name in given:
+        if any(name.startswith(f"{other}_") for other in NAMES if other != kind):
+            raise ValueError(f"{_flag(name)} is of no use for --dataset-name {kind}; remove it")
     if flags.input_len is not None:
-        if found["dataset_name"] not in ("random", "prefix_repetition"):
-            raise ValueError(f"--input-len is of no use for --dataset-name {found['dataset_name']}; remove it")
-        found |= {"random_input_len": flags.input_len, "prefix_repetition_suffix_len": flags.input_len}
+        if kind not in _INPUT_LEN:
+            raise ValueError(f"--input-len is of no use for --dataset-name {kind}; remove it")
+        given[_INPUT_LEN[kind]] = flags.input_len
     if flags.output_len is not None:
-        found |= {name: flags.output_len for name in found if name.endswith("_output_len")}
-    return Dataset(**found)
+        given[f"{kind}_output_len"] = flags.output_len
+    return Dataset(**given)  # type: ignore[arg-type]
 
 
 def _flag(name: str) -> str:

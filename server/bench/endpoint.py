@@ -6,14 +6,14 @@ Tokens are counted by the server's usage, never by the events, each of which may
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from server.bench.answers import Answer, Sample
 from server.bench.client import Client, ClientError
+from server.bench.vocabulary import Vocabulary
 
 PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """Where each backend is asked, unless told otherwise."""
@@ -49,7 +49,8 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
+    """In whatever shape; `told` reads it."""
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -65,8 +66,8 @@ class Endpoint:
     model: str
     fields: Mapping[str, object]
     """What every request says besides: sampling, and what the user adds."""
-    count: Callable[[str], int] | None = None
-    """Tokens of an answer, for servers that tell no usage."""
+    counting: Vocabulary | None = None
+    """Counts the tokens of answers, for servers that tell no usage."""
 
     async def ask(self, sample: Sample) -> Answer:
         """Never raises for what a server does: an error becomes an answer that names it."""
@@ -74,12 +75,9 @@ class Endpoint:
         events = Events()
         start = time.perf_counter()
         try:
-            response = await self.client.post(self.path, body)
-            if response.status != 200:
-                return _failed(start, told(await response.read(), f"status {response.status}"))
-            async with aclosing(response.pieces()) as pieces:
-                async for piece in pieces:
-                    events.feed(piece, time.perf_counter())
+            reply = await self.client.post(self.path, body, lambda piece: events.feed(piece, time.perf_counter()))
+            if reply.status != 200:
+                return _failed(start, told(reply.body, f"status {reply.status}"))
         except ClientError as error:
             return _failed(start, str(error))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -103,9 +101,11 @@ class Endpoint:
         if events.last is None or not events.ended:
             return _failed(start, "the stream ended before the answer did")
         text = "".join(events.texts)
-        if events.usage is None and self.count is None:
-            return _failed(start, "the server tells no usage; name a tokenizer that counts with --tokenizer")
-        usage = events.usage or _Usage(sample.prompt_tokens, self.count(text) if self.count else 0)
+        usage = events.usage
+        if usage is None:
+            if self.counting is None:
+                return _failed(start, "the server tells no usage; name a tokenizer that counts with --tokenizer")
+            usage = _Usage(sample.prompt_tokens, len(self.counting.encode(text, False)))
         return Answer(
             start=start,
             end=events.last,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -27,7 +27,7 @@ def read_words(
 
 
 @contextmanager
-def engine(config: EngineConfig) -> Iterator[jaxserve.LLM]:
+def engine(config: EngineConfig) -> Generator[jaxserve.LLM]:
     """An engine that is ready. jax is imported here, by using its name for the first time.
 
     Raises:

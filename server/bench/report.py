@@ -66,7 +66,7 @@ def record(
     summary: Summary,
     date: str,
     metadata: Mapping[str, str],
-    detail: tuple[Load, Sequence[Sample]] | None,
+    detail: tuple[Load, Sequence[Sample]] | None = None,
 ) -> dict[str, object]:
     """With `detail`, each request's numbers too."""
     found: dict[str, object] = {

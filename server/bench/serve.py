@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -132,21 +133,20 @@ async def measure(asked: Options, label: str | None = None) -> list[Point]:
     Raises:
         BenchError: the server is not ready in time, or the data set cannot be read.
     """
-    client = Client(asked.url, asked.headers)
-    try:
+    with ExitStack() as closing:
+        client = Client(asked.url, asked.headers)
+        closing.callback(client.close)
         until = time.monotonic() + asked.patience
         model = asked.served_model_name or asked.model or await _served_model(client, until)
-        name, vocabulary = await asyncio.to_thread(_vocabulary, asked, model)
-        counted = (lambda text: len(vocabulary.encode(text, False))) if asked.tokenizer is not None else None
-        endpoint = Endpoint(client, asked.path, asked.backend == "openai-chat", model, asked.fields, counted)
+        name, vocabulary = await asyncio.to_thread(_vocabulary, asked, model, closing)
+        counting = None if asked.tokenizer is None else vocabulary
+        endpoint = Endpoint(client, asked.path, asked.backend == "openai-chat", model, asked.fields, counting)
         await _warm_up(endpoint, asked, vocabulary, until)
         points: list[Point] = []
         for turn, rate in enumerate(asked.rates):
             setting = _setting(asked, label, asked.model or model, name, rate)
             points.append(await _measure_one(endpoint, asked, setting, vocabulary, turn))
         return points
-    finally:
-        client.close()
 
 
 async def _measure_one(
@@ -189,14 +189,13 @@ async def _served_model(client: Client, until: float) -> str:
     while True:
         problem = ""
         try:
-            response = await client.get("/v1/models")
-            data = await response.read()
-            if response.status == 200:
-                found = msgspec.json.decode(data, type=_Models).data
+            reply = await client.get("/v1/models")
+            if reply.status == 200:
+                found = msgspec.json.decode(reply.body, type=_Models).data
                 if found:
                     return found[0].id
-            problem = told(data, f"status {response.status}")
-            passing = response.status >= 500 or response.status in _PASSING
+            problem = told(reply.body, f"status {reply.status}")
+            passing = reply.status >= 500 or reply.status in _PASSING
         except ClientError as error:
             problem, passing = str(error), True
         except msgspec.DecodeError:
@@ -230,7 +229,7 @@ async def _wait(until: float, problem: str) -> None:
     await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
 
-def _vocabulary(asked: Options, model: str) -> tuple[str, Vocabulary]:
+def _vocabulary(asked: Options, model: str, closing: ExitStack) -> tuple[str, Vocabulary]:
     """What it is called in results, and the best one that is to be had."""
     if asked.tokenizer is not None:
         try:
@@ -238,10 +237,12 @@ def _vocabulary(asked: Options, model: str) -> tuple[str, Vocabulary]:
         except ValueError as error:
             raise BenchError(str(error)) from None
     try:
-        return model, ServerVocabulary(asked.url, asked.headers, model)
+        found = ServerVocabulary(asked.url, asked.headers, model)
     except ValueError as error:
         print(f"note: {error}; prompts are as long in words (--tokenizer names a tokenizer)", file=sys.stderr)
         return "words", WordVocabulary()
+    closing.callback(found.close)
+    return model, found
 
 
 def _setting(asked: Options, label: str | None, model: str, tokenizer: str, rate: float) -> report.Setting:
@@ -280,7 +281,8 @@ def _save(point: Point, outputs: Outputs, several: bool) -> None:
 
 def _plot(points: Sequence[Point], path: Path) -> None:
     picture = picture_of(points)
-    page, image = path.with_suffix(".html"), path.with_suffix(".png")
+    base = path.with_suffix("") if path.suffix in (".html", ".png") else path
+    page, image = (base.with_name(base.name + end) for end in (".html", ".png"))
     options.write(page, plot.page(picture).encode())
     print(f"written: {page}")
     if plot.write_png(picture, image):

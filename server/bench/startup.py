@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import os
 import socket
 import statistics
 import subprocess
@@ -33,13 +32,13 @@ from server.bench.endpoint import PATHS, Endpoint
 from server.bench.offline import read_words
 from server.bench.summary import percentile
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.05
 STOP_SECONDS = 30.0
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 LISTENING = "listening"
 """The first stage: the interpreter, imports of the server, the socket."""
 COMMAND = (sys.executable, "-P", "-c", "import sys; from server.cli import main; sys.exit(main())", "serve")
-_OWN_FLAGS = {"host": "--host", "port": "--port", "uds": "--uds", "ssl_certfile": "--ssl-certfile"}
+_CHOSEN = ("--host", "--port", "--uds", "--ssl-certfile", "--compilation-cache-dir")
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ def run(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     own, others, rest = read_words(parser, words, flags.BOTH)
     engine, server = flags.read_flags(others, rest)
     named = {word.partition("=")[0] for word in rest}
-    for flag in (*_OWN_FLAGS.values(), "--compilation-cache-dir"):
+    for flag in _CHOSEN:
         if flag in named:
             parser.error(f"{flag} is what this bench chooses; remove it")
     if server.uds or server.ssl_certfile:
@@ -98,9 +97,7 @@ def run(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         if starts:
             print("\n".join(lines(name, starts)))
     if own.output_json is not None:
-        options.write_json(
-            own.output_json, {k: v for name, starts in found.items() for k, v in record(name, starts).items()}
-        )
+        options.write_json(own.output_json, record("cold", found["cold"]) | record("warm", found["warm"]))
     return 0
 
 
@@ -144,7 +141,7 @@ class Starter:
         given = [*self.words, "--host", "127.0.0.1", "--port", str(port), "--compilation-cache-dir", str(cache)]
         begin = time.perf_counter()
         process = subprocess.Popen(
-            [*self.command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ
+            [*self.command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         assert process.stderr is not None
         start, told = Start(), list[str]()

@@ -67,6 +67,7 @@ class ServerVocabulary:
         if not self._speaks():
             self._as_vllm = False
             if not self._speaks():
+                self._http.close()
                 raise ValueError("the server has no /tokenize and /detokenize")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
