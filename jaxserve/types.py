@@ -381,6 +381,8 @@ class RequestStats:
     finish_reason: FinishReason
     n: int
     max_tokens: int | None
+    shaped: bool
+    """It asked for structured outputs: with the finish reason `length` they are a beginning."""
 
 
 class Observer(Protocol):

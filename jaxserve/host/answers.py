@@ -132,6 +132,7 @@ class Answer:
             finish_reason=reason,
             n=self.request.params.n,
             max_tokens=self.request.params.max_tokens,
+            shaped=self.request.params.structured_outputs is not None,
         )
 
     def _stream(self) -> TextStream | None:

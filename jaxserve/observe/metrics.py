@@ -42,6 +42,8 @@ class Totals:
     recompiles: int = 0
     recompile_seconds: float = 0.0
     ended: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
+    shaped: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
+    """Those of `ended` that asked for structured outputs."""
     refused: Counter[str] = field(default_factory=Counter[str])
     """Requests that found the queue full, by the limit. The server's thread counts these."""
 
@@ -82,6 +84,7 @@ class Metrics(Collector):
 
     def on_finish(self, request: RequestStats) -> None:
         self._totals.ended[request.finish_reason] += 1
+        self._totals.shaped[request.finish_reason] += request.shaped
         for name, value in _measures(request):
             self._by_request[name].observe(value)
 
@@ -148,6 +151,8 @@ class Metrics(Collector):
             {"local_compute": t.prompt_computed, "local_cache_hit": t.prompt_cached},
         )
         yield self._by_label("request_success", "finished_reason", {reason: t.ended[reason] for reason in REASONS})
+        shaped = {reason: t.shaped[reason] for reason in REASONS}
+        yield self._by_label("structured_output_requests", "finished_reason", shaped)
         refused = {reason: t.refused[reason] for reason in REFUSALS}
         yield self._by_label("admission_rejections", "reason", refused)
 

@@ -35,8 +35,10 @@ class Client:
     """All connections to one server. `url`: http://host:port, perhaps with a path that comes before every other."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """Raises:
-        ValueError: the address is none.
+        """Connects to nobody yet.
+
+        Raises:
+            ValueError: the address is none.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -50,8 +52,10 @@ class Client:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Reply:
-        """Raises:
-        ClientError: there is no whole answer.
+        """The whole answer.
+
+        Raises:
+            ClientError: there is none.
         """
         return await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), None)
 

@@ -86,8 +86,10 @@ class Dataset:
         )
 
     def draw(self, vocabulary: Vocabulary) -> list[Sample]:
-        """Raises:
-        ValueError: the file cannot be read, or has nothing that fits.
+        """As many samples as are wanted, the same ones each time.
+
+        Raises:
+            ValueError: the file cannot be read, or has nothing that fits.
         """
         match self.dataset_name:
             case "random":
@@ -251,8 +253,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(flags: argparse.Namespace) -> Dataset:
-    """Raises:
-    ValueError: a value is impossible, or of no use for this data set; the message names the flag.
+    """What the flags of `add_flags` say.
+
+    Raises:
+        ValueError: a value is impossible, or of no use for this data set; the message names the flag.
     """
     given: dict[str, object] = {name: value for name in _HELP if (value := getattr(flags, name)) is not None}
     kind = str(given.get("dataset_name", "random"))

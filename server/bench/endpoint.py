@@ -130,8 +130,10 @@ class Events:
         self._rest = b""
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Raises:
-        msgspec.DecodeError: an event is not JSON, or not of this shape.
+        """Takes in what has come of the stream; `now` is when.
+
+        Raises:
+            msgspec.DecodeError: an event is not JSON, or not of this shape.
         """
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()

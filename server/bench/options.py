@@ -61,15 +61,19 @@ def pairs(words: Sequence[str], flag: str, sign: str = "=") -> dict[str, str]:
 
 
 def write_json(path: Path, found: object) -> None:
-    """Raises:
-    BenchError: it cannot be written.
+    """A file for people and scripts, with its folder where that is not there.
+
+    Raises:
+        BenchError: it cannot be written.
     """
     write(path, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
 
 
 def write(path: Path, data: bytes) -> None:
-    """Raises:
-    BenchError: it cannot be written.
+    """A file, with its folder where that is not there.
+
+    Raises:
+        BenchError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -391,15 +391,17 @@ def _add_results(group: argparse._ArgumentGroup) -> None:  # pyright: ignore[rep
 
 
 def _options(flags: argparse.Namespace) -> Options:
-    """Raises:
-    ValueError: what is asked for cannot be; the message names the flag.
+    """What to measure.
+
+    Raises:
+        ValueError: what is asked for cannot be; the message names the flag.
     """
     if flags.request_rate is not None and flags.request_rates is not None:
         raise ValueError("give --request-rate or --request-rates, one of them")
     ramp = _ramp(flags)
     rates = tuple(flags.request_rates or (flags.request_rate or math.inf,))
     url = str(flags.base_url or _url(flags.host, flags.port)).rstrip("/").removesuffix("/v1")
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    if not _is_address(url):
         raise ValueError(f"--base-url must look like http://127.0.0.1:8000, got {url}")
     path = flags.endpoint or PATHS[flags.backend]
     return Options(
@@ -439,6 +441,14 @@ def _outputs(flags: argparse.Namespace) -> Outputs:
 
 def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _headers(flags: argparse.Namespace) -> dict[str, str]:

@@ -26,8 +26,10 @@ class FileVocabulary:
     """A tokenizer.json, of a directory or of a Hugging Face id."""
 
     def __init__(self, name: str) -> None:
-        """Raises:
-        ValueError: there is none.
+        """Reads the file, or fetches it.
+
+        Raises:
+            ValueError: there is none.
         """
         path = Path(name)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -56,8 +58,10 @@ class ServerVocabulary:
     """/tokenize and /detokenize of a server, with vLLM's fields or llama.cpp's."""
 
     def __init__(self, url: str, headers: Mapping[str, str], model: str) -> None:
-        """Raises:
-        ValueError: the server has no such pages.
+        """Tries both kinds of fields.
+
+        Raises:
+            ValueError: the server has no such pages.
         """
         parts = urlsplit(url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -89,21 +93,29 @@ class ServerVocabulary:
         try:
             ids = self.encode("two words", False)
             return bool(ids) and self.decode(ids).strip() == "two words"
-        except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError):
+        except (OSError, ValueError):
             return False
 
     def _post(self, path: str, asked: Mapping[str, object]) -> bytes:
-        headers = {"Content-Type": "application/json", **self._headers}
+        """Once more where the connection breaks: servers close those that were idle for some seconds."""
         try:
-            self._http.request("POST", self._path + path, msgspec.json.encode(asked), headers)
-            response = self._http.getresponse()
-            data = response.read()
+            status, data = self._exchange(path, asked)
         except (OSError, http.client.HTTPException):
-            self._http.close()  # the next request opens it anew
-            raise
-        if response.status != 200:
-            raise ValueError(f"{path} answers with status {response.status}")
+            self._http.close()
+            try:
+                status, data = self._exchange(path, asked)
+            except (OSError, http.client.HTTPException) as error:
+                self._http.close()
+                raise ConnectionError(f"{path} does not answer ({error})") from None
+        if status != 200:
+            raise ValueError(f"{path} answers with status {status}")
         return data
+
+    def _exchange(self, path: str, asked: Mapping[str, object]) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", **self._headers}
+        self._http.request("POST", self._path + path, msgspec.json.encode(asked), headers)
+        response = self._http.getresponse()
+        return response.status, response.read()
 
 
 class WordVocabulary:

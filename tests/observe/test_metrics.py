@@ -22,7 +22,7 @@ def step(**changes: object) -> StepStats:
 def finished(**changes: object) -> RequestStats:
     base: dict[str, object] = dict(  # noqa: C408 - reads like the call
         times=RequestTimes(arrival=10.0, first_scheduled=11.0, first_token=12.0, last_token=16.0), finished=16.5,
-        prompt_tokens=26, cached_tokens=16, output_tokens=5, finish_reason="stop", n=1, max_tokens=20,
+        prompt_tokens=26, cached_tokens=16, output_tokens=5, finish_reason="stop", n=1, max_tokens=20, shaped=False,
     )  # fmt: skip
     return RequestStats(**(base | changes))  # type: ignore[arg-type]
 
@@ -62,6 +62,15 @@ def test_counters_and_gauges_add_up_over_steps() -> None:
     assert found["jaxserve:inter_token_latency_seconds_count"] == 4
     assert found["jaxserve:inter_token_latency_seconds_bucket 0.01"] == 2
     assert found["jaxserve:time_to_first_token_seconds_sum"] == 0.06
+
+
+def test_structured_outputs_are_counted_apart() -> None:
+    metrics = Metrics("toy")
+    metrics.on_finish(finished())
+    metrics.on_finish(finished(finish_reason="length", shaped=True))
+    found = scrape(metrics)
+    assert found["jaxserve:structured_output_requests_total length"] == 1
+    assert found["jaxserve:structured_output_requests_total stop"] == 0
 
 
 def test_a_request_adds_to_its_histograms_once() -> None:

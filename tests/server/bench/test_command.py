@@ -6,14 +6,25 @@ import pytest
 
 from server.bench.command import COMMANDS
 from server.cli import main
-from tests.server.test_command import WITHOUT_JAX, run
+from tests.server.test_command import run
+
+
+HELP = """
+import sys
+sys.modules["jax"] = None
+from server.cli import main
+for command in sys.argv[1:]:
+    try:
+        main(["bench", command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+"""
 
 
 def test_help_needs_no_jax() -> None:
-    for command in COMMANDS:
-        done = run(WITHOUT_JAX, "bench", command, "--help")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith(f"usage: jaxserve bench {command}")
+    done = run(HELP, *COMMANDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"usage: jaxserve bench {command}" in done.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize(("words", "told"), [((), "required: COMMAND"), (("swerve",), "invalid choice: 'swerve'")])
@@ -28,4 +39,5 @@ def test_help_lists_the_commands(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["bench", "--help"])
     assert end.value.code == 0
-    assert all(name in capsys.readouterr().out for name in ("serve",))
+    out = capsys.readouterr().out
+    assert all(told in out for told in COMMANDS.values())

@@ -10,7 +10,8 @@ from types import TracebackType
 import pytest
 
 import jaxserve
-from jaxserve import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve import CompletionOutput, EngineConfig, RequestOutput, SamplingParams
+from jaxserve.llm import LLM
 from server.cli import main
 from tests.server.fake_engine import FakeTokenizer
 
@@ -130,3 +131,14 @@ def test_a_launch_file_serves_here_too(engines: list[FakeLLM], tmp_path: Path) -
     file.write_text("model: from/file\nport: 9001\nmax-num-seqs: 4\n")
     assert main(["bench", "latency", "--config", str(file), "--num-iters", "1", "--num-iters-warmup", "0"]) == 0
     assert (engines[0].options["model"], engines[0].options["max_num_seqs"]) == ("from/file", 4)
+
+
+def test_the_real_engine_gets_the_configuration_of_the_flags(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_llm: LLM, config: EngineConfig, _observers: object) -> None:
+        raise ValueError(f"got {config}")
+
+    monkeypatch.setattr(LLM, "_start", start)
+    monkeypatch.setattr(jaxserve, "LLM", LLM)
+    assert main(["bench", "latency", "m", "--dtype", "float32", "--num-gpu-blocks-override", "9"]) == 1
+    expected = EngineConfig(model="m", dtype="float32", num_pages=9)
+    assert capsys.readouterr().err == f"error: got {expected}\n"

@@ -173,6 +173,7 @@ def test_other_data_sets_and_a_ramp(live, tmp_path: Path, capsys) -> None:
         (("--extra-body", "[1]"), "must be a JSON object"),
         (("--metadata", "x"), "--metadata takes NAME=VALUE"),
         (("--base-url", "localhost"), "--base-url must look like"),
+        (("--port", "99999"), "must look like http://127.0.0.1:8000, got http://127.0.0.1:99999"),
         (("--dataset-name", "custom"), "needs a file, --dataset-path"),
         (("--max-concurrency", "0"), "must be an integer of at least 1"),
         (("--backend", "tgi"), "invalid choice: 'tgi'"),

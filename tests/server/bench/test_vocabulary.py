@@ -42,6 +42,18 @@ def test_by_the_pages_of_llama_cpp() -> None:
     assert json.loads(requests[-1].partition(b"\r\n\r\n")[2]) == {"content": "x", "add_special": True}
 
 
+def test_a_connection_that_was_closed_meanwhile_is_opened_again() -> None:
+    async def asking() -> int:
+        speaks = (answer({"tokens": [1, 2]}), answer({"prompt": "two words"}))
+        async with replaying(*speaks, answer({"tokens": [3]}), close=True) as (url, replay):
+            found = await asyncio.to_thread(ServerVocabulary, url, {}, "toy")
+            assert await asyncio.to_thread(found.encode, "x") == [3]
+            found.close()
+            return replay.connections
+
+    assert asyncio.run(asking()) == 3
+
+
 def test_a_server_without_such_pages_is_told() -> None:
     with pytest.raises(ValueError, match="has no /tokenize"):
         ServerVocabulary("http://127.0.0.1:1", {}, "toy")
