@@ -49,10 +49,10 @@ class Conversation:
         body: dict[str, object] = {"model": self.model, "messages": self.messages, "stream": True, **self.options}
         said: list[str] = []
         try:
-            for piece in _stream(self, body):
-                said.append(piece)
-                yield piece
-                if len(said) == LONGEST and "max_tokens" not in self.options:
+            for count, (content, thought) in enumerate(_stream(self, body), start=1):
+                said.append(content)
+                yield content + (_dimmed(thought) if thought else "")
+                if count == LONGEST and "max_tokens" not in self.options:
                     yield " [cut; --max-tokens allows longer answers]"
                     return
         finally:
@@ -145,8 +145,12 @@ def _first_model(talk: Conversation) -> str:
     return str(first["id"]) if isinstance(first, dict) and "id" in first else ""  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _stream(talk: Conversation, body: dict[str, object]) -> Iterator[str]:
-    """Pieces of text of the events that come; leaving early ends the request."""
+def _dimmed(thought: str) -> str:
+    return f"\x1b[2m{thought}\x1b[0m" if sys.stdout.isatty() else thought
+
+
+def _stream(talk: Conversation, body: dict[str, object]) -> Iterator[tuple[str, str]]:
+    """What events say, and what they say that the model thinks; leaving early ends the request."""
     with _connection(talk.url, None) as connection:
         response = _send(connection, talk, "POST", "/v1/chat/completions", json.dumps(body).encode())
         if response.status != 200:
@@ -162,16 +166,18 @@ def _stream(talk: Conversation, body: dict[str, object]) -> Iterator[str]:
             raise ChatError(f"the server went away in the middle of an answer ({error})") from None
 
 
-def _text_of(data: bytes) -> str:
-    """New text of an event."""
+def _text_of(data: bytes) -> tuple[str, str]:
+    """New content and new reasoning of an event."""
     event = _as_object(data)
     if "error" in event:
         raise ChatError(_told(200, data))
     match event:
+        case {"choices": [{"delta": {"reasoning": str(thought)}}]}:
+            return "", thought
         case {"choices": [{"delta": {"content": str(text)}}]}:
-            return text
+            return text, ""
         case _:
-            return ""
+            return "", ""
 
 
 def _get(talk: Conversation, path: str) -> tuple[int, bytes]:

@@ -33,6 +33,8 @@ class Answer:
     """As the server counts them: an event may bring several tokens."""
     text: str = ""
     error: str = ""
+    status: int = 200
+    """Of HTTP; 0 where no answer came."""
 
     @property
     def ttft(self) -> float:

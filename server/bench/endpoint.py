@@ -77,9 +77,9 @@ class Endpoint:
         try:
             reply = await self.client.post(self.path, body, lambda piece: events.feed(piece, time.perf_counter()))
             if reply.status != 200:
-                return _failed(start, told(reply.body, f"status {reply.status}"))
+                return _failed(start, told(reply.body, f"status {reply.status}"), reply.status)
         except ClientError as error:
-            return _failed(start, str(error))
+            return _failed(start, str(error), 0)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _failed(start, f"an event is not what OpenAI's API has: {error}")
         return self._answer(events, sample, start)
@@ -195,5 +195,5 @@ def told(body: bytes, otherwise: str) -> str:
     return f"{otherwise}: {message}" if message else otherwise
 
 
-def _failed(start: float, error: str) -> Answer:
-    return Answer(start=start, end=time.perf_counter(), error=error)
+def _failed(start: float, error: str, status: int = 200) -> Answer:
+    return Answer(start=start, end=time.perf_counter(), error=error, status=status)

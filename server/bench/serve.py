@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +41,8 @@ else:
 KEYS = (*KEY_VARIABLES, "OPENAI_API_KEY")
 BUSY = 0.9
 """Of one core: a client that works more than this may be what limits."""
+FIRST = Sample("Hello", 1, 1)
+"""What readiness is asked with."""
 _ASK_AGAIN_SECONDS = 1.0
 _PASSING = {408, 425, 429}
 """Statuses below 500 that may be better a moment later."""
@@ -118,17 +120,16 @@ def run(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         asked, outputs = _options(flags), _outputs(flags)
     except ValueError as error:
         parser.error(str(error))
+    several = len(asked.rates) > 1
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        points = runner.run(measure(asked, outputs.label))
-    for point in points:
-        _save(point, outputs, len(points) > 1)
+        points = runner.run(measure(asked, outputs.label, lambda point: _save(point, outputs, several)))
     if outputs.plot is not None:
         _plot(points, outputs.plot)
     return 0 if all(point.summary.completed for point in points) else 1
 
 
-async def measure(asked: Options, label: str | None = None) -> list[Point]:
-    """All rates, one after another; prints the report of each.
+async def measure(asked: Options, label: str | None, done: Callable[[Point], None]) -> list[Point]:
+    """All rates, one after another; prints the report of each, and calls `done` with it.
 
     Raises:
         BenchError: the server is not ready in time, or the data set cannot be read.
@@ -138,14 +139,17 @@ async def measure(asked: Options, label: str | None = None) -> list[Point]:
         closing.callback(client.close)
         until = time.monotonic() + asked.patience
         model = asked.served_model_name or asked.model or await _served_model(client, until)
-        name, vocabulary = await asyncio.to_thread(_vocabulary, asked, model, closing)
-        counting = None if asked.tokenizer is None else vocabulary
+        counting = None if asked.tokenizer is None else _file_vocabulary(asked.tokenizer)
         endpoint = Endpoint(client, asked.path, asked.backend == "openai-chat", model, asked.fields, counting)
-        await _warm_up(endpoint, asked, vocabulary, until)
+        if asked.patience:
+            await _until_ready(endpoint, until)
+        vocabulary = counting or await asyncio.to_thread(_server_vocabulary, asked, model, closing)
+        await _warm_up(endpoint, asked, vocabulary)
         points: list[Point] = []
         for turn, rate in enumerate(asked.rates):
-            setting = _setting(asked, label, asked.model or model, name, rate)
+            setting = _setting(asked, label, asked.model or model, rate)
             points.append(await _measure_one(endpoint, asked, setting, vocabulary, turn))
+            done(points[-1])
         return points
 
 
@@ -194,8 +198,7 @@ async def _served_model(client: Client, until: float) -> str:
                 found = msgspec.json.decode(reply.body, type=_Models).data
                 if found:
                     return found[0].id
-            problem = told(reply.body, f"status {reply.status}")
-            passing = reply.status >= 500 or reply.status in _PASSING
+            problem, passing = told(reply.body, f"status {reply.status}"), _may_pass(reply.status)
         except ClientError as error:
             problem, passing = str(error), True
         except msgspec.DecodeError:
@@ -205,22 +208,23 @@ async def _served_model(client: Client, until: float) -> str:
         await _wait(until, problem)
 
 
-async def _warm_up(endpoint: Endpoint, asked: Options, vocabulary: Vocabulary, until: float) -> None:
-    """A request that must succeed, unless nobody wants to wait for it, and those that are not counted.
-
-    Their samples are not among those that are measured, unless a file has no others.
-    """
-    samples = await _draw(asked.dataset.again(len(asked.rates), max(asked.num_warmups, 1)), vocabulary)
-    while asked.patience:
-        answer = await endpoint.ask(samples[0])
-        if not answer.error:
-            break
-        status = answer.error.removeprefix("status ").partition(":")[0]
-        if status.isdigit() and int(status) < 500 and int(status) not in _PASSING:
-            raise BenchError(f"the server refuses the first request: {answer.error}")
+async def _until_ready(endpoint: Endpoint, until: float) -> None:
+    """Until a first request has its answer."""
+    while (answer := await endpoint.ask(FIRST)).error:
+        if not _may_pass(answer.status):
+            raise BenchError(f"the first request fails: {answer.error}")
         await _wait(until, answer.error)
+
+
+async def _warm_up(endpoint: Endpoint, asked: Options, vocabulary: Vocabulary) -> None:
+    """Requests that are not counted. Their samples are not among those that are, unless a file has no others."""
     if asked.num_warmups:
+        samples = await _draw(asked.dataset.again(len(asked.rates), asked.num_warmups), vocabulary)
         await arrivals.run_load(endpoint.ask, samples, [0.0] * len(samples), asked.max_concurrency)
+
+
+def _may_pass(status: int) -> bool:
+    return status == 0 or status >= 500 or status in _PASSING
 
 
 async def _wait(until: float, problem: str) -> None:
@@ -229,28 +233,30 @@ async def _wait(until: float, problem: str) -> None:
     await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
 
-def _vocabulary(asked: Options, model: str, closing: ExitStack) -> tuple[str, Vocabulary]:
-    """What it is called in results, and the best one that is to be had."""
-    if asked.tokenizer is not None:
-        try:
-            return asked.tokenizer, FileVocabulary(asked.tokenizer)
-        except ValueError as error:
-            raise BenchError(str(error)) from None
+def _file_vocabulary(name: str) -> Vocabulary:
+    try:
+        return FileVocabulary(name)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+
+
+def _server_vocabulary(asked: Options, model: str, closing: ExitStack) -> Vocabulary:
+    """The server's own, closed by `closing`; or words."""
     try:
         found = ServerVocabulary(asked.url, asked.headers, model)
     except ValueError as error:
         print(f"note: {error}; prompts are as long in words (--tokenizer names a tokenizer)", file=sys.stderr)
-        return "words", WordVocabulary()
+        return WordVocabulary()
     closing.callback(found.close)
-    return model, found
+    return found
 
 
-def _setting(asked: Options, label: str | None, model: str, tokenizer: str, rate: float) -> report.Setting:
+def _setting(asked: Options, label: str | None, model: str, rate: float) -> report.Setting:
     ramp = asked.ramp
     return report.Setting(
         backend=asked.backend,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=asked.tokenizer or model,
         label=label,
         num_prompts=asked.dataset.num_prompts,
         rate=rate,

@@ -158,6 +158,7 @@ class FakeEngine:
         self.delay = delay
         self.running: set[str] = set()
         self.seen: list[str] = []
+        self.prompts: list[list[int]] = []
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
         self.salts: list[str | None] = []
@@ -184,6 +185,7 @@ class FakeEngine:
         self.running.add(request_id)
         self.sizes[request_id] = (params.n, params.n * len(prompt))
         self.seen.append(request_id)
+        self.prompts.append(list(prompt))
         self.params.append(params)
         self.salts.append(cache_salt)
         self.thinking_ends.append(thinking_end)

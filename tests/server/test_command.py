@@ -293,3 +293,12 @@ def test_chat_shows_errors_of_the_server(live) -> None:
     assert (done.returncode, len(done.stdout)) == (0, 4)
     done = run(COMMAND, "chat", "--url", server.url, "--api-key", "key", "--max-tokens", "5000", stdin="hi\n")
     assert (done.returncode, "maximum context length" in done.stderr) == (1, True)
+
+
+def test_chat_shows_what_the_model_thinks_and_does_not_send_it_back(live) -> None:
+    engine = FakeEngine()
+    engine.script = "<think>hm</think>yes"
+    server = live(make_service(engine, reasoning_parser="deepseek_r1"))
+    done = run(COMMAND, "chat", "--url", server.url, "--max-tokens", "30", stdin="hi\nand\n")
+    assert (done.returncode, done.stdout.split()) == (0, ["hmyes", "hmyes"])
+    assert "hm" not in engine.tokenizer.decode(engine.prompts[-1])

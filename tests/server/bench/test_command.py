@@ -8,7 +8,6 @@ from server.bench.command import COMMANDS
 from server.cli import main
 from tests.server.test_command import run
 
-
 HELP = """
 import sys
 sys.modules["jax"] = None
