@@ -159,9 +159,9 @@ async def _measure_one(
     samples = await _draw(asked.dataset.again(turn), vocabulary)
     times = arrivals.offsets(len(samples), setting.rate, asked.burstiness, asked.dataset.again(turn).seed, asked.ramp)
     with tqdm(total=len(samples), desc="requests", disable=True if asked.quiet else None) as bar:
-        cpu = time.process_time()
+        cpu = time.thread_time()
         load = await arrivals.run_load(endpoint.ask, samples, times, asked.max_concurrency, bar.update)
-        cpu = time.process_time() - cpu
+        cpu = time.thread_time() - cpu
     if cpu > BUSY * load.seconds:
         print(
             f"warning: this client was busy {cpu / load.seconds:.0%} of the time; it may be what limits",
