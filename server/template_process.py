@@ -139,14 +139,19 @@ def main() -> None:
                 continue_final_message=job.continue_final_message,
                 **job.variables,
             )
-            [text] = texts
+            text = _in_utf8(texts[0])
             rendered = Rendered(text) if len(text) <= MAX_TEXT else Rendered(error="it makes too long a text")
         except MemoryError:
             rendered = Rendered(error="it needs too much memory")
         except Exception as error:  # a template is a program: it may fail in any way
-            rendered = Rendered(error=str(error)[:2000] or type(error).__name__)
+            rendered = Rendered(error=_in_utf8(str(error)[:2000]) or type(error).__name__)
         signal.alarm(0)
         _write(out, rendered)
+
+
+def _in_utf8(text: str) -> str:
+    """`text` with a question mark for each half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _limit_memory() -> None:
@@ -167,8 +172,9 @@ def _read[T: Struct](stream: IO[bytes], record: type[T]) -> T | None:
     head = stream.read(_SIZE.size)
     if len(head) < _SIZE.size:
         return None
-    data = stream.read(_SIZE.unpack(head)[0])
-    return msgspec.json.decode(data, type=record)
+    size: int = _SIZE.unpack(head)[0]
+    data = stream.read(size)
+    return msgspec.json.decode(data, type=record) if len(data) == size else None
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ def check(fields: SamplingFields, params: SamplingParams, engine: Engine) -> Non
         value: object = getattr(fields, name)
         if value is not None and value not in neutral:
             raise bad_request(f"{name} is not served together with use_beam_search: leave it out", name)
-    for name in ("structured_outputs", "thinking_token_budget"):
-        if getattr(params, name) is not None:
+    shape = "response_format" if fields.structured_outputs is None else "structured_outputs"
+    for name, value in ((shape, params.structured_outputs), ("thinking_token_budget", params.thinking_token_budget)):
+        if value is not None:
             raise bad_request(f"{name} is not served together with use_beam_search", name)
     if params.prompt_logprobs is not None:
         raise bad_request("logprobs of an echo are not served together with use_beam_search", "logprobs")

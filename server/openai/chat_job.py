@@ -118,6 +118,7 @@ def _manner(asked: ChatRequest, use: ToolUse, talk: Conversation, role: str) -> 
         finds_calls=use.mode != "none",
         with_reasoning=asked.include_reasoning is not False,
         hides_specials=asked.skip_special_tokens is not False,
+        tells_stop=bool(asked.include_stop_str_in_output),
         role=role,
         said=str(checked([last])[0]["content"]) if asked.echo and last.role == role else "",
     )

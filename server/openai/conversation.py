@@ -72,7 +72,7 @@ async def conversation(fields: ChatFields, use: ToolUse, service: Service, *, wh
     options = service.server.tool_call_parser, service.server.reasoning_parser
     dialect = await maybe_in_thread(service, len(fields.chat_template or ""), lambda: dialect_of(text, *options))
     variables = _variables(fields, dialect, service)
-    work = _pieces(fields) * PIECE_WORK
+    work = _pieces(fields) * PIECE_WORK + sum(len(msgspec.json.encode(m.tool_calls or ())) for m in fields.messages)
     drafts = await maybe_in_thread(service, work, lambda: _drafts(fields, use, dialect, service))
     if whole:
         _check_lengths(drafts[0].messages, service)
@@ -85,8 +85,23 @@ async def conversation(fields: ChatFields, use: ToolUse, service: Service, *, wh
     )
     if not ids:
         raise bad_request("messages become an empty prompt", "messages")
-    opened = dialect.reasoning is not None and dialect.reasoning.opened(rendered)
-    return Conversation(Prompt(ids, rendered), dialect, opened, opened or _thinks(rendered, dialect, service))
+    opened = _opened(fields, rendered, dialect)
+    thinks = opened or (not _goes_on(fields) and _thinks(rendered, dialect, service))
+    return Conversation(Prompt(ids, rendered), dialect, opened, thinks)
+
+
+def _opened(fields: ChatFields, rendered: str, dialect: Dialect) -> bool:
+    """Whether the prompt ends inside thoughts: the template began them, or the message that the answer goes on with."""
+    thoughts = dialect.reasoning
+    if thoughts is None:
+        return False
+    said = _goes_on(fields)
+    return said.rfind(thoughts.start) > said.rfind(thoughts.end) if said else thoughts.opened(rendered)
+
+
+def _goes_on(fields: ChatFields) -> str:
+    """What the message says that the answer is to continue; "" where it is a message of its own."""
+    return str(checked(fields.messages[-1:])[0]["content"]).strip() if fields.continue_final_message else ""
 
 
 def _thinks(rendered: str, dialect: Dialect, service: Service) -> bool:
@@ -188,7 +203,7 @@ def _say_in_words() -> None:
 
 async def _text(fields: ChatFields, drafts: Sequence[_Draft], variables: Mapping[str, object], service: Service) -> str:
     """The first draft that the template takes, as it writes it; the error of the first one if it takes none."""
-    size = len(msgspec.json.encode(drafts[0].messages))
+    size = len(msgspec.json.encode((drafts[0].messages, drafts[0].tools, fields.documents, variables)))
     failure = ""
     for draft in drafts:
         try:

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from jaxserve.types import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
+from jaxserve.types import CompletionOutput, InvalidRequest, RequestOutput, RequestTimes, SamplingParams
+from server.errors import bad_request
 from server.openai import beams
 from server.openai.merging import merged
 from server.openai.prompts import Prompt
@@ -43,12 +44,28 @@ def start(
     With `use_beam_search` there is one for each prompt, at the end of its search, which is `n` of its params wide.
     """
     generate = beams.search if fields.use_beam_search else partial(_sample, thinking_end)
-    return merged(
+    outputs = merged(
         [
             generate(engine, engine_id(names.id, i), prompt.ids, own, fields)
             for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
         ]
     )
+    shaped = fields.response_format is not None and fields.response_format.type != "text"
+    return _blaming_format(outputs) if shaped else outputs
+
+
+async def _blaming_format(
+    outputs: AsyncGenerator[tuple[int, RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """What is wrong with a shape is told of the field that asked for it."""
+    async with aclosing(outputs) as stream:
+        try:
+            async for found in stream:
+                yield found
+        except InvalidRequest as error:
+            if error.param == "structured_outputs":
+                raise bad_request(f"response_format: {error}", "response_format") from None
+            raise
 
 
 def _sample(

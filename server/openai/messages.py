@@ -198,8 +198,8 @@ def _arguments(given: Json, where: str) -> dict[str, object]:
     value = given
     if isinstance(given, str) and given.strip():
         try:
-            value = cast(object, json.loads(given))
-        except (ValueError, RecursionError) as error:
+            value = cast(object, msgspec.json.decode(given))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise bad_request(f"{where} is not valid JSON: {error}", "messages") from None
     if value is None or value == "" or (isinstance(value, str) and not value.strip()):
         return {}

@@ -188,6 +188,7 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Json] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
 

@@ -5,8 +5,10 @@ Both ways come from the same events of one machine, so that they cannot differ. 
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +32,9 @@ from server.parsers.events import Arguments, CallEnd, CallStart, Content, Event,
 from server.parsers.registry import ReasoningFormat, ToolFormat, machine
 from server.service import Tokenizer
 
+COUNTED = 1000
+"""Characters of thoughts that are counted at a time, and then never again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manner:
@@ -43,6 +48,8 @@ class Manner:
     with_reasoning: bool
     hides_specials: bool
     """The caller wants no special tokens in texts."""
+    tells_stop: bool
+    """The token that ends an answer stands in its text."""
     role: str
     said: str
     """What the choice begins with: the text of the message that it continues, where `echo` asks for it."""
@@ -74,12 +81,14 @@ class Speaker:
         self._without: Without | None = None
         self._thoughts: _Thoughts | None = None
         self._complete = False
+        self._open = 0
         if manner.formats:
             use, dialect = manner.use, manner.dialect
             self._machine = machine(use.callable, manner.calls, dialect.reasoning, opened=manner.opened)
             kept = shown(manner.formats, tokenizer)
             if manner.hides_specials and kept:
-                self._without = Without(frozenset(special_tokens(tokenizer)) - kept)
+                known = special_tokens(tokenizer).items()
+                self._without = Without({id: text for text, id in known if text not in kept})
         if manner.dialect.reasoning is not None:
             self._thoughts = _Thoughts(manner.dialect.reasoning, tokenizer, manner.opened)
 
@@ -88,7 +97,7 @@ class Speaker:
         text = piece.text
         ended = piece.finish_reason is not None
         if self._without is not None:
-            text = self._without.feed(text) + (self._without.end() if ended else "")
+            text = self._without.feed(text, self._told_tokens(piece)) + (self._without.end() if ended else "")
         if self._machine is None:
             return [Content(text)] if text else []
         events = self._machine.feed(text) if text else []
@@ -97,7 +106,9 @@ class Speaker:
         if self._thoughts is not None:
             self._thoughts.hear(piece.token_ids, events)
         events = [event for event in events if self._is_told(event)]
-        self._complete = self._complete or any(isinstance(event, CallEnd) for event in events)
+        ends = sum(isinstance(event, CallEnd) for event in events)
+        self._complete = self._complete or ends > 0
+        self._open += sum(isinstance(event, CallStart) for event in events) - ends
         return events
 
     @property
@@ -106,8 +117,9 @@ class Speaker:
         return 0 if self._thoughts is None else self._thoughts.count
 
     def finish(self, reason: FinishReason | None) -> ChatFinish | None:
-        """Why the choice ended: by calls, if it has whole ones and was not cut; a named call is a plain stop."""
-        called = reason == "stop" and self._complete and self._manner.use.mode != "named"
+        """Why the choice ended: by calls, if it has only whole ones and was not cut; a named call is a plain stop."""
+        whole = self._complete and not self._open
+        called = reason == "stop" and whole and self._manner.use.mode != "named"
         return "tool_calls" if called else reason
 
     def deltas(self, events: Iterable[Event]) -> list[ChatDelta]:
@@ -126,6 +138,11 @@ class Speaker:
             reasoning="".join(reasoning) if reasoning else UNSET,
             tool_calls=calls or UNSET,
         )
+
+    def _told_tokens(self, piece: CompletionOutput) -> Sequence[int]:
+        """Those whose text may be in the answer's: not the one that ended it."""
+        by_token = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
+        return piece.token_ids[:-1] if by_token and not self._manner.tells_stop else piece.token_ids
 
     def _is_told(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
@@ -159,22 +176,36 @@ class Speaker:
 
 
 class Without:
-    """Text without some words, which may arrive in pieces."""
+    """Text without some tokens, whose words may arrive in pieces. Where other tokens make these words, they stay."""
 
-    def __init__(self, words: frozenset[str]) -> None:
-        self._words = _markers(words)
+    def __init__(self, words: Mapping[int, str]) -> None:
+        """`words` by their tokens."""
+        self._words = words
+        self._markers = _markers(frozenset(words.values()))
+        self._due: Counter[str] = Counter()
+        """Words whose tokens have come, but not they themselves."""
         self._held = ""
 
-    def feed(self, text: str) -> str:
-        """What is certain to stay."""
-        *before, rest = self._words.pattern.split(self._held + text)
-        held = self._words.begun(rest[-self._words.longest :])
-        self._held = rest[len(rest) - held :]
-        return "".join((*before, rest[: len(rest) - held]))
+    def feed(self, text: str, tokens: Sequence[int]) -> str:
+        """What is certain to stay of `text`, which comes with these tokens or later ones."""
+        self._due.update(self._words[token] for token in tokens if token in self._words)
+        text = self._held + text
+        tail = self._markers.pattern.split(text)[-1]
+        size = len(text) - self._markers.begun(tail[-self._markers.longest :])
+        self._held = text[size:]
+        return self._markers.pattern.sub(self._left, text[:size])
 
     def end(self) -> str:
         text, self._held = self._held, ""
         return text
+
+    def _left(self, found: re.Match[str]) -> str:
+        """What becomes of a word."""
+        word = found[0]
+        if not self._due[word]:
+            return word
+        self._due[word] -= 1
+        return ""
 
 
 @lru_cache(maxsize=16)
@@ -183,7 +214,7 @@ def _markers(words: frozenset[str]) -> Markers:
 
 
 class _Thoughts:
-    """Counts the tokens of the thoughts: between their markers, where these are tokens, else those of their text."""
+    """Counts the tokens of the thoughts: between their markers, where each is a token, else those of their text."""
 
     def __init__(self, format: ReasoningFormat, tokenizer: Tokenizer, inside: bool) -> None:
         self._tokenizer = tokenizer
@@ -192,11 +223,14 @@ class _Thoughts:
         self._inside = inside
         self._over = False
         self._seen = 0
-        self._text: list[str] = []
+        self._text = ""
 
     def hear(self, tokens: Sequence[int], events: Sequence[Event]) -> None:
-        if self._end is None:
-            self._text += [event.text for event in events if isinstance(event, Reasoning)]
+        if self._start is None or self._end is None:
+            self._text += "".join(event.text for event in events if isinstance(event, Reasoning))
+            while len(self._text) > COUNTED:
+                self._seen += self._tokens_of(self._text[:COUNTED])
+                self._text = self._text[COUNTED:]
             return
         for token in tokens:
             self._inside = not self._over and (self._inside or token == self._start)
@@ -205,9 +239,10 @@ class _Thoughts:
 
     @property
     def count(self) -> int:
-        if not self._text:
-            return self._seen
-        return len(self._tokenizer.encode("".join(self._text), add_special_tokens=False))
+        return self._seen + (self._tokens_of(self._text) if self._text else 0)
+
+    def _tokens_of(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _single(text: str, tokenizer: Tokenizer) -> int | None:

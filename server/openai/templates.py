@@ -59,26 +59,45 @@ def read(text: str) -> Template:
 
 
 def _variables(tree: nodes.Template) -> frozenset[str]:
-    """Names that are read before the template itself gives them a value."""
-    own: set[str] = set()
-    found: set[str] = set()
-    for name in _names(tree):
-        if name.ctx == "store":
-            own.add(name.name)
-        elif name.ctx == "load" and name.name not in own:
-            found.add(name.name)
-    return frozenset(found)
+    """Names that are read before the template itself has certainly given them a value."""
+    return frozenset(_reads(tree, set()))
 
 
-def _names(node: nodes.Node) -> Iterator[nodes.Name]:
-    """In the order in which they are used: a value before what is set to it."""
-    if isinstance(node, nodes.Name):
-        yield node
-    children = list(node.iter_child_nodes())
-    if isinstance(node, nodes.Assign | nodes.For):
-        children[:2] = reversed(children[:2])
-    for child in children:
-        yield from _names(child)
+def _reads(node: nodes.Node, own: set[str]) -> Iterator[str]:
+    """Names that are read while they may have no value. `own`: those that have one before; more are added to it."""
+    match node:
+        case nodes.Name():
+            if node.ctx == "store":
+                own.add(node.name)
+            elif node.ctx == "load" and node.name not in own:
+                yield node.name
+        case nodes.If():
+            yield from _reads_of_branches(node, own)
+        case nodes.For():
+            yield from _reads(node.iter, own)
+            inner = set(own)
+            for child in node.iter_child_nodes(exclude=("iter",)):
+                yield from _reads(child, inner)
+        case nodes.Assign():
+            yield from _reads(node.node, own)
+            yield from _reads(node.target, own)
+        case _:
+            for child in node.iter_child_nodes():
+                yield from _reads(child, own)
+
+
+def _reads_of_branches(node: nodes.If, own: set[str]) -> Iterator[str]:
+    """Afterwards a name has a value only if every branch gives it one."""
+    ends: list[set[str]] = []
+    for branch in (node, *node.elif_):
+        yield from _reads(branch.test, own)
+        ends.append(set(own))
+        for child in branch.body:
+            yield from _reads(child, ends[-1])
+    ends.append(set(own))
+    for child in node.else_:
+        yield from _reads(child, ends[-1])
+    own |= set[str].intersection(*ends)
 
 
 def _takes_objects(tree: nodes.Template) -> bool:

@@ -56,5 +56,6 @@ async def _ids(asked: TokenizeRequest, service: Service) -> list[int]:
         continue_final_message=asked.continue_final_message,
         add_special_tokens=asked.add_special_tokens,
         chat_template_kwargs=asked.chat_template_kwargs,
+        reasoning_effort=asked.reasoning_effort,
     )
     return (await conversation(chat, tool_use(asked.tools, None, None), service)).prompt.ids

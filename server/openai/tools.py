@@ -106,7 +106,8 @@ def tool_use(
 def _tool(spec: Mapping[str, Json], where: str) -> Tool:
     kind = spec.get("type", "function")
     if kind != "function":
-        raise bad_request(f"{where}.type is {str(kind)[:100]!r}, but only function tools are served", "tools")
+        what = f"is {kind[:100]!r}" if isinstance(kind, str) else "is no string"
+        raise bad_request(f"{where}.type {what}, but only function tools are served", "tools")
     function = _converted(spec, _ToolSpec, where, "tools").function
     if not _NAME.fullmatch(function.name):
         rule = "must be 1 to 64 letters, digits, _, - or ."

@@ -18,6 +18,8 @@ WHITESPACE = r"(\r?\n[ \t]{0,40}| ?)"
 """Between the parts of JSON: a line break with some indentation, or a blank; never without end."""
 MOST_CALLS = 16
 """In one answer: a model that only knows how to go on cannot go on for ever."""
+MAX_SCHEMAS = 512 * 1024
+"""Characters of all schemas in a grammar: longer ones are not compiled anyway."""
 
 
 def quoted(text: str) -> str:
@@ -30,13 +32,6 @@ def escaped(text: str) -> str:
     return re.sub(r"[^\w\s<>=]", lambda found: "\\" + found[0] if found[0].isascii() else found[0], text).replace(
         "\n", r"\n"
     )
-
-
-def json_of(schema: Mapping[str, object] | bool) -> str:
-    """A JSON text of this schema, in Lark."""
-    options = {"whitespace_pattern": WHITESPACE}
-    document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
-    return "%json " + json.dumps(document, ensure_ascii=False)
 
 
 def any_of(choices: list[str]) -> str:
@@ -54,6 +49,7 @@ class Grammar:
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self._rules: list[str] = []
+        self._size = 0
 
     def mark(self, text: str) -> str:
         """A marker: its text, or its special token."""
@@ -91,7 +87,20 @@ class Grammar:
 
     def arguments(self, tool: Tool) -> str:
         """The arguments of a call as one JSON object."""
-        return json_of(self.schema(tool))
+        return self.json(self.schema(tool))
+
+    def json(self, schema: Mapping[str, object] | bool) -> str:
+        """A JSON text of this schema.
+
+        ValueError: all schemas together are too long. Those of arguments repeat the definitions that they may refer to.
+        """
+        options = {"whitespace_pattern": WHITESPACE}
+        document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
+        text = "%json " + json.dumps(document, ensure_ascii=False)
+        self._size += len(text)
+        if self._size > MAX_SCHEMAS:
+            raise ValueError(f"their schemas make a grammar of more than {MAX_SCHEMAS} characters; make them shorter")
+        return text
 
     def schema(self, tool: Tool) -> Mapping[str, object]:
         """What the arguments have to be: of the tool's schema where that is promised, any object elsewhere.

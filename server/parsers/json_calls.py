@@ -164,7 +164,7 @@ def _read_quoted_arguments(tape: Tape, draft: _Draft) -> Steps[bool]:
 
 
 def _read_text(tape: Tape, draft: _Draft) -> Steps[str | None]:
-    """A string without its quotes; None where there is none."""
+    """A string without its quotes; None where there is none. Half a surrogate pair, which UTF-8 has not, becomes ?."""
     pieces: list[str] = []
 
     def keep(text: str) -> None:
@@ -172,4 +172,4 @@ def _read_text(tape: Tape, draft: _Draft) -> Steps[str | None]:
         draft.keep(text)
 
     whole = yield from read_string(tape, keep)
-    return json.loads("".join(pieces)) if whole else None
+    return json.loads("".join(pieces)).encode("utf-8", "replace").decode() if whole else None

@@ -143,6 +143,6 @@ def _json_of_scalar(word: str) -> str:
         return plain
     try:
         value = int(plain, 0) if "x" in plain.lower() else float(plain)
-    except ValueError:
+        return json.dumps(value) if math.isfinite(value) else ""
+    except (ValueError, OverflowError):
         return ""
-    return json.dumps(value) if math.isfinite(value) else ""

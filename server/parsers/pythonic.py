@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from server.parsers.engine import Found, Steps, Tape, nowhere
-from server.parsers.grammar import MOST_CALLS, Grammar, any_of, escaped, json_of, quoted
+from server.parsers.grammar import MOST_CALLS, Grammar, any_of, escaped, quoted
 from server.parsers.python_text import inside_string, read_literal
 from server.parsers.schemas import Member, members_of
 from server.parsers.tools import Demand, Tool, ToolFormat, Tools
@@ -149,7 +149,7 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
     what = f"the schema of tool {tool.name!r}"
     members = members_of(grammar.schema(tool), what)
     if members is None:
-        pair = grammar.rule(f'{grammar.terminal(r"/[A-Za-z0-9_]{1,64}/")} "=" {json_of(True)}')
+        pair = grammar.rule(f'{grammar.terminal(r"/[A-Za-z0-9_]{1,64}/")} "=" {grammar.json(True)}')
         return f'({pair} (", " {pair})*)?'
     return _ordered(grammar, [(_member(grammar, member, what), member.required) for member in members])
 
@@ -157,7 +157,7 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
 def _member(grammar: Grammar, member: Member, what: str) -> str:
     if not _NAME.fullmatch(member.name):
         raise ValueError(f"{what} has the property {member.name!r}, which this format of calls cannot write")
-    return grammar.rule(f"{quoted(member.name + '=')} {json_of(member.schema)}")
+    return grammar.rule(f"{quoted(member.name + '=')} {grammar.json(member.schema)}")
 
 
 def _ordered(grammar: Grammar, members: list[tuple[str, bool]]) -> str:

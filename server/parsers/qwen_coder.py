@@ -19,7 +19,7 @@ import re
 from llguidance import regex_to_lark
 
 from server.parsers.engine import Found, Markers, Sink, Steps, Tape, nowhere
-from server.parsers.grammar import Grammar, any_of, escaped, json_of, quoted
+from server.parsers.grammar import Grammar, any_of, escaped, quoted
 from server.parsers.json_text import is_scalar
 from server.parsers.python_text import inside_string, json_of_literal
 from server.parsers.schemas import Member, bound_of, forms_of, kinds_of, members_of, property_of, values_of
@@ -150,11 +150,11 @@ def _form(grammar: Grammar, form: Schema) -> str:
     close = quoted("\n" + _PARAMETER_END)
     values = values_of(form)
     if values:
-        texts = [quoted(value) if isinstance(value, str) else json_of({"const": value}) for value in values]
+        texts = [quoted(value) if isinstance(value, str) else grammar.json({"const": value}) for value in values]
         return f"{any_of(texts)} {close}"
     if kinds_of(form, form) <= {"string"} and "not" not in form:
         return _string(grammar, form)
-    return f"{json_of(form)} {close}"
+    return f"{grammar.json(form)} {close}"
 
 
 def _string(grammar: Grammar, form: Schema) -> str:

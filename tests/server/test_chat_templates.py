@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import httpx
 import pytest
 
 from jaxserve.config import ServerConfig
 from server import template_process
+from server.openai import messages
+from server.openai.protocol import Message
 from server.template_process import Job, TemplateProcess
 from tests.server.conftest import client_of, make_service
 from tests.server.fake_engine import FakeEngine
@@ -119,6 +124,42 @@ async def test_more_messages_than_tokens_are_refused(client, engine: FakeEngine)
     assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": [{"text": "x" * 5000}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 5000}}]},
+        {"chat_template_kwargs": {"last": "x" * 5000}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_much_to_render_does_not_hold_up_the_loop(client, engine: FakeEngine, monkeypatch, fields: dict) -> None:
+    engine.tokenizer.template = "{{ messages }}{{ documents }}{{ tools }}"
+    render, threads = engine.tokenizer.apply_chat_template, []
+
+    def watched(*given: object, **named: object) -> str:
+        threads.append(threading.current_thread())
+        return render(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", watched)
+    await client.post(PATH, json={"messages": HELLO, **fields})
+    assert threads and threads[0] is not threading.main_thread()
+
+
+async def test_long_arguments_are_read_beside_the_loop(client, engine: FakeEngine, monkeypatch) -> None:
+    engine.tokenizer.template = "{{ messages }}{{ tools }}"
+    read, threads = messages.checked, []
+
+    def watched(given: Sequence[Message]) -> list[messages.Told]:
+        threads.append(threading.current_thread())
+        return read(given)
+
+    monkeypatch.setattr(messages, "checked", watched)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 5000})}}
+    await client.post(PATH, json={"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]})
+    assert threads and threads[0] is not threading.main_thread()
+
+
 # Templates from requests
 
 
@@ -160,6 +201,7 @@ async def test_templates_of_requests_that_fail(trusting) -> None:
         ("{{ raise_exception('not so') }}", "not so"),
         ("{{ broken", "unexpected end"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('\\ud800 not so') }}", "? not so"),
         ("{{ 'x' * 10000000000 }}", "memory"),
         ("{{ " + "(" * 50_000, "recursion"),
         ("", "1 to"),
@@ -168,6 +210,10 @@ async def test_templates_of_requests_that_fail(trusting) -> None:
         error = error_of(await client.post(PATH, json={"messages": HELLO, "chat_template": template}), 400)
         assert error["param"] == "chat_template"
         assert why in error["message"]
+
+
+async def test_half_a_surrogate_pair_in_a_template_is_a_question_mark(templates: TemplateProcess) -> None:
+    assert await templates.render(Job(template="{{ '\\ud800' }}", messages=[])) == "?"
 
 
 async def test_a_template_that_never_ends_is_ended_and_holds_nobody_up(trusting, templates, monkeypatch) -> None:
@@ -191,6 +237,14 @@ async def test_the_process_ends_with_its_owner(templates: TemplateProcess) -> No
     child = templates._process
     templates.close()
     assert child is not None and child.poll() is not None
+
+
+def test_an_answer_that_was_cut_is_none() -> None:
+    """As when the process is killed while it writes."""
+    stream = io.BytesIO()
+    template_process._write(stream, template_process.Rendered("text"))
+    for size in (3, len(stream.getvalue()) - 1):
+        assert template_process._read(io.BytesIO(stream.getvalue()[:size]), template_process.Rendered) is None
 
 
 def test_a_process_that_was_never_needed_does_not_start() -> None:

@@ -90,6 +90,58 @@ async def test_markers_that_are_tokens_are_counted_with_the_thoughts(client, eng
     assert found == {"reasoning_tokens": len("thinking/")}
 
 
+@pytest.mark.parametrize(
+    ("said", "script", "reasoning", "content", "end"),
+    [
+        ("a <b>", "old</b>", None, "old</b>", None),
+        ("<think>a", "b</think>c", "b", "c", "</think>"),
+        ("<think>a</think>b", "c", None, "c", None),
+    ],
+)
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+async def test_an_answer_that_goes_on_with_a_message(
+    engine: FakeEngine, parser: str, said: str, script: str, reasoning: str | None, content: str, end: str | None
+) -> None:
+    """Only that message says whether it goes on inside thoughts: a tag at its end is no header of an answer."""
+    messages = [*ASK, {"role": "assistant", "content": said}]
+    engine.script = script
+    async with client_of(make_service(engine, reasoning_parser=parser)) as client:
+        answer = await ask(client, messages=messages, continue_final_message=True)
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+    assert engine.thinking_ends[-1] == end
+
+
+async def test_thoughts_are_counted_also_where_only_their_end_is_a_token(client, engine, monkeypatch) -> None:
+    """As in gpt-oss: the marker of its beginning is three tokens."""
+    encode = engine.tokenizer.encode
+    one = lambda text, add_special_tokens=True: [1] if text == "<|end|>" else encode(text, add_special_tokens)  # noqa: E731
+    monkeypatch.setattr(engine.tokenizer, "encode", one)
+    engine.tokenizer.template = "{{ messages }}{{ reasoning_effort }}<|channel|>"
+    engine.script = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    answer = await ask(client)
+    assert answer["choices"][0]["message"]["reasoning"] == "Hm."
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+async def test_long_thoughts_are_not_counted_again_in_every_chunk(client, engine: FakeEngine, monkeypatch) -> None:
+    engine.script = f"<think>{'x' * 2500}</think>Yes."
+    encode, sizes = engine.tokenizer.encode, []
+
+    def watched(text: str, add_special_tokens: bool = True) -> list[int]:
+        if text.startswith("x"):
+            sizes.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", watched)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await stream(client, PATH, messages=ASK, max_tokens=3000, stream_options=options)
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2500}
+    assert sizes and max(sizes) <= 1000
+    answer = await ask(client, max_tokens=3000)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2500}
+
+
 async def test_the_engine_hears_where_thinking_ends(client, engine: FakeEngine) -> None:
     for fields, end in (({}, "</think>"), (OPEN, "</think>"), (CLOSED, None)):
         await ask(client, max_tokens=1, **fields)
@@ -150,6 +202,14 @@ async def test_efforts_take_effect_or_are_refused(
     else:
         await ask(client, max_tokens=1, **fields)
         assert seen == [variables]
+
+
+async def test_tokenize_takes_an_effort_as_chats_do(client, engine: FakeEngine) -> None:
+    effort = {"messages": ASK, "reasoning_effort": "low"}
+    engine.tokenizer.template = EFFORT
+    assert (await client.post("/tokenize", json=effort)).status_code == 200
+    engine.tokenizer.template = "{{ messages }}"
+    assert error_of(await client.post("/tokenize", json=effort), 400)["message"].startswith("reasoning_effort")
 
 
 async def test_earlier_thoughts_reach_the_template(client, engine: FakeEngine) -> None:

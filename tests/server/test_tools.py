@@ -21,7 +21,7 @@ from server.openai.templates import read
 from server.openai.tools import tool_use
 from server.parsers.registry import tool_format
 from tests.server.conftest import client_of, make_service
-from tests.server.fake_engine import USER, FakeEngine, FakeTokenizer
+from tests.server.fake_engine import BOS, EOS, USER, FakeEngine, FakeTokenizer
 from tests.server.test_completions import stream
 from tests.server.test_errors import error_of
 
@@ -179,6 +179,15 @@ async def test_a_cut_call_is_cut_by_length(client, engine: FakeEngine, limit: in
     assert (comparable(message), end) == (comparable(choice["message"]), "length")
 
 
+async def test_a_stop_string_in_a_later_call_cuts_it(client, engine: FakeEngine) -> None:
+    """An answer that ends in the middle of a call must not be taken for one that is ready to be carried out."""
+    engine.script = f"{CALL}\n{CALL_NOW}"
+    choice = (await ask(client, stop='": {}'))["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 2
+    assert choice["finish_reason"] == "stop"
+    assert (await ask(client, stop='": {}', parallel_tool_calls=False))["choices"][0]["finish_reason"] == "tool_calls"
+
+
 async def test_one_call_where_parallel_calls_are_off(client, engine: FakeEngine) -> None:
     engine.script = f"{CALL}{CALL_NOW}{CALL}"
     choice = (await ask(client, parallel_tool_calls=False))["choices"][0]
@@ -254,6 +263,23 @@ async def test_a_grammar_that_the_engine_refuses_is_about_the_tools(client, engi
     assert error_of(await client.post(PATH, json=body), 400)["param"] == "tools"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [{"messages": ASK}, {"prompt": "x"}], ids=["chat", "completion"])
+async def test_a_shape_that_the_engine_refuses_is_about_the_field_that_asked(
+    client, engine: FakeEngine, monkeypatch, prompt: dict, stream: bool
+) -> None:
+    async def refuse(*_args: object, **_named: object):
+        raise InvalidRequest("structured_outputs.json is not a JSON Schema", "structured_outputs")
+        yield
+
+    monkeypatch.setattr(engine, "generate", refuse)
+    path = PATH if "messages" in prompt else "/v1/completions"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}
+    for field, value in (("response_format", schema), ("structured_outputs", {"json": {"type": 1}})):
+        error = error_of(await client.post(path, json=prompt | {field: value, "stream": stream}), 400)
+        assert error["param"] == field and field in error["message"]
+
+
 async def test_each_tokens_data_arrives_once(client, engine: FakeEngine) -> None:
     engine.script = f"Well.\n{CALL}"
     told = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
@@ -305,6 +331,12 @@ async def test_what_is_refused(client, fields: dict, param: str) -> None:
     assert error["message"].startswith(param)
 
 
+async def test_a_kind_of_tool_that_is_no_string_is_not_repeated(client) -> None:
+    body = {"messages": ASK, "tools": [{**WEATHER, "type": {"a": "x" * 3000}}]}
+    message = error_of(await client.post(PATH, json=body), 400)["message"]
+    assert message == "tools[0].type is no string, but only function tools are served"
+
+
 async def test_names_with_dots_and_dashes(client, engine: FakeEngine) -> None:
     await ask(client, max_tokens=1, tools=[{**F, "function": {"name": "ns.Foo_bar-9"}}])
 
@@ -348,7 +380,7 @@ def test_markers_that_are_special_tokens_are_spelled_by_their_id() -> None:
 
 def manner(dialect: Dialect, **changes: object) -> Manner:
     use = tool_use(TOOLS, None, None)
-    found = Manner(dialect, use, False, True, True, True, "assistant", "")
+    found = Manner(dialect, use, False, True, True, True, False, "assistant", "")
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -361,7 +393,8 @@ def test_special_tokens_reach_the_machine_and_nobody_else() -> None:
     assert not manner(special, finds_calls=False).wants_specials(tokenizer)
     for hides, content in ((True, "hello <|user|>"), (False, "<s>hello</s> <|user|>")):
         speaker = Speaker(manner(special, hides_specials=hides), tokenizer)
-        events = speaker.hear(CompletionOutput(0, "<s>hello</s> <|user|>", (), finish_reason="stop"))
+        ids = (BOS, *b"hello", EOS, *b" ", USER, EOS)
+        events = speaker.hear(CompletionOutput(0, "<s>hello</s> <|user|>", ids, finish_reason="stop"))
         assert speaker.message(events).content == content
 
 
@@ -370,14 +403,31 @@ async def test_the_engine_keeps_special_tokens_only_where_they_are_needed(client
     assert engine.params[-1].skip_special_tokens
 
 
-def test_words_are_left_out_however_they_arrive() -> None:
+def test_special_words_made_of_other_tokens_stay() -> None:
+    """HTML looks like the special tokens of some models."""
+    dialect = dialect_of(HERMES, None, None)
+    special = replace(dialect, tools=replace(dialect.tools, specials=("<|user|>",)))
+    html = "<s>old</s>"
+    ids = (*html.encode(), EOS)
+    for tells_stop, end in ((False, ""), (True, "</s>")):
+        whole = [CompletionOutput(0, html + end, ids, finish_reason="stop")]
+        pieces = [CompletionOutput(0, chr(byte), (byte,)) for byte in html.encode()]
+        streamed = [*pieces, CompletionOutput(0, end, (EOS,), finish_reason="stop")]
+        for outputs in (whole, streamed):
+            speaker = Speaker(manner(special, tells_stop=tells_stop), FakeTokenizer())
+            events = [event for output in outputs for event in speaker.hear(output)]
+            assert speaker.message(events).content == html
+
+
+def test_tokens_are_left_out_however_their_words_arrive() -> None:
     text = "a<s>b<</s>/s>c<s"
     draw = random.Random(1)
     for _ in range(50):
         cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(6)))
-        without = Without(frozenset(("<s>", "</s>")))
+        without = Without({BOS: "<s>", EOS: "</s>"})
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert "".join(map(without.feed, pieces)) + without.end() == "ab</s>c<s"
+        said = without.feed("", (BOS, EOS)) + "".join(without.feed(piece, ()) for piece in pieces) + without.end()
+        assert said == "ab</s>c<s"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.replace(" ", "-"))
@@ -460,6 +510,8 @@ WRONG = [
     (called(("a", "f", "[1]")), "messages[1].tool_calls[0].function.arguments"),
     (called(("a", "f", 3)), "messages[1].tool_calls[0].function.arguments"),
     (called(("a", "f", "[" * 5000)), "messages[1].tool_calls[0].function.arguments"),
+    (called(("a", "f", '{"a": "\\ud800"}')), "messages[1].tool_calls[0].function.arguments"),
+    (called(("a", "f", '{"a": NaN}')), "messages[1].tool_calls[0].function.arguments"),
     (called(("a", "f", '{"a": ' + "[" * 101 + "]" * 101 + "}")), "messages[1].tool_calls[0].function.arguments"),
     ({"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}, "messages[1].tool_calls[0]"),
     ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "messages[1].tool_calls[0]"),
@@ -555,6 +607,10 @@ def test_what_is_told_of_templates() -> None:
     assert not read("{{ call['arguments'] + 'x' }}").takes_objects
     assert read("{% if not thinking is defined %}{% set thinking = false %}{% endif %}").switch == "thinking"
     assert read("{{ m.thinking }}{% set thinking = 1 %}{% if thinking %}{% endif %}").switch is None
+    assert read("{% if own is defined %}{% set tools = own %}{% endif %}{% if tools %}{% endif %}").knows_tools
+    assert read("{% for m in messages %}{% set tools = m %}{% endfor %}{{ tools }}").knows_tools
+    both = "{% if a %}{% set tools = a %}{% elif b %}{% set tools = b %}{% else %}{% set tools = c %}{% endif %}"
+    assert not read(both + "{{ tools }}").knows_tools
     assert read("{% macro show(tools) %}{% endmacro %}{% set tools = tools or [] %}").knows_tools
     assert read("{{ 'x' * 100000000000 }}{{ 10**10**10 }}").variables == frozenset()
     assert read("{{ broken").variables == frozenset()

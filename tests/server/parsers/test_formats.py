@@ -26,6 +26,7 @@ HERMES = [
     ('<tool_call>{"name": "unknown", "arguments": {"x": {}}}</tool_call>', '0:unknown{"x": {}}.'),
     ('<tool_call>{"name": "поиск-web_2", "arguments": {"ключ": "да"}}</tool_call>', '0:поиск-web_2{"ключ": "да"}.'),
     ('<tool_call>{"name": "\\u043f", "arguments": {}}</tool_call>', "0:п{}."),
+    ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "0:?{}."),
     (
         '<tool_call>{"name": "n", "arguments": {"a": "</tool_call>}\\"<tool_call>{", "b\\\\": "\\u00e9"}}</tool_call>',
         '0:n{"a": "</tool_call>}\\"<tool_call>{", "b\\\\": "\\u00e9"}.',
@@ -81,6 +82,7 @@ MISTRAL = [
     ("see [TOOL] and [1]", "`see [TOOL] and [1]`"),
 ]
 PYTHONIC = [
+    (f"[now(a=0x{'f' * 300})]", f'0:now{{"a": 0x{"f" * 300}`)]`'),
     ('[get_weather(city="Paris", days=3), now()]', CALL + "1:now{}."),
     ("<|python_start|>[get_weather(city='Paris', days=3)]<|python_end|>", CALL),
     (

@@ -285,3 +285,16 @@ def test_arguments_that_the_schema_does_not_name_are_not_made_up(name: str, writ
     tool = Tool("t", None, {"properties": {"a": {"type": "string"}, "b": {"properties": {"c": {}}}}, "required": ["a"]})
     assert takes(name, write([("t", {"a": "x"})]), [tool])
     assert not takes(name, write([("t", {"a": "x", "z": "y"})]), [tool])
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+def test_definitions_are_not_repeated_without_end(name: str):
+    """Every argument brings the definitions that it may refer to: a small request must not become gigabytes."""
+    some = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}}
+    parameters = {
+        "type": "object",
+        "properties": {f"p{i}": some for i in range(2000)},
+        "$defs": {f"d{i}": {"type": "string", "description": "x" * 100} for i in range(300)},
+    }
+    with pytest.raises(ValueError, match="make them shorter"):
+        tool_format(name).grammar([Tool("f", None, parameters, True)], required=True, parallel=True, spell=spell(False))
