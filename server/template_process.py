@@ -32,6 +32,8 @@ _ALARM = 2 * int(MAX_SECONDS)
 """Seconds after which the process ends itself, should nobody be there any more to end it."""
 _SIZE = struct.Struct("<Q")
 _ROOT = Path(__file__).parents[1]
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
+"""Variables that the process gets."""
 
 
 class Job(Struct, kw_only=True, frozen=True):
@@ -108,7 +110,7 @@ class TemplateProcess:
                 [sys.executable, "-P", "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(_ROOT), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+                env=_environment(),
                 start_new_session=True,
             )
         return self._process
@@ -118,6 +120,12 @@ class TemplateProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """What the process needs of this one's, which may hold keys."""
+    kept = {name: value for name in _KEPT if (value := os.environ.get(name)) is not None}
+    return {**kept, "PYTHONPATH": str(_ROOT), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ import msgspec
 from jaxserve.types import CompletionOutput, InvalidRequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from server.errors import bad_request
 from server.openai.conversation import Conversation, conversation
-from server.openai.dialect import Dialect, spelling
+from server.openai.dialect import spelling
 from server.openai.generating import Count, Names, start
 from server.openai.logprobs import chat_logprobs
 from server.openai.messages import checked
 from server.openai.params import sampling_params
-from server.openai.prompts import Prompt, Wish, answer_room, truncated
+from server.openai.prompts import Prompt, Wish, answer_room, maybe_in_thread, truncated
 from server.openai.protocol import ChatLogprobs, ChatRequest, CompletionTokensDetails, Usage
 from server.openai.speaking import Manner, Speaker
 from server.openai.structured import wanted
 from server.openai.tools import ToolUse, tool_use
-from server.service import Engine, Service, Tokenizer
+from server.service import Engine, Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ async def prepared(asked: ChatRequest, service: Service, names: Names) -> Job:
     manner = _manner(asked, use, talk, service.server.response_role)
     wish = _wish(asked, engine)
     prompt = truncated(talk.prompt, asked, wish, engine.max_model_len)
-    params = _params(asked, engine, manner, answer_room(prompt, wish, engine.max_model_len), own)
+    shape = await _grammar(manner, service) if manner.enforces else own
+    params = _params(asked, engine, manner, answer_room(prompt, wish, engine.max_model_len), shape)
     service.admit(names.id, [prompt.ids], [params])
     thoughts = talk.dialect.reasoning
     thinking_end = thoughts.end if thoughts is not None and talk.thinks else None
@@ -125,7 +126,7 @@ def _manner(asked: ChatRequest, use: ToolUse, talk: Conversation, role: str) -> 
 
 
 def _params(
-    asked: ChatRequest, engine: Engine, manner: Manner, room: int, own: StructuredOutputsParams | None
+    asked: ChatRequest, engine: Engine, manner: Manner, room: int, shape: StructuredOutputsParams | None
 ) -> SamplingParams:
     wish = _wish(asked, engine)
     if room == 0:
@@ -137,20 +138,22 @@ def _params(
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         prompt_logprobs=asked.prompt_logprobs,
         logprobs_name="top_logprobs",
-        structured=_grammar(manner.use, manner.dialect, engine.tokenizer) if manner.enforces else own,
+        structured=shape,
         thinking_token_budget=asked.thinking_token_budget,
     )
     needed = found.skip_special_tokens and manner.wants_specials(engine.tokenizer)
     return found.clone(skip_special_tokens=False) if needed else found
 
 
-def _grammar(use: ToolUse, dialect: Dialect, tokenizer: Tokenizer) -> StructuredOutputsParams:
-    spell = partial(spelling, tokenizer=tokenizer)
+async def _grammar(manner: Manner, service: Service) -> StructuredOutputsParams:
+    """What calls may look like; written beside the event loop where the tools' schemas are large."""
+    use, spell = manner.use, partial(spelling, tokenizer=service.ready().tokenizer)
+    write = partial(manner.dialect.tools.grammar, use.callable, required=use.forced, parallel=use.parallel, spell=spell)
+    size = len(msgspec.json.encode([tool.parameters for tool in use.callable]))
     try:
-        text = dialect.tools.grammar(use.callable, required=use.forced, parallel=use.parallel, spell=spell)
+        return StructuredOutputsParams(grammar=await maybe_in_thread(service, size, write))
     except ValueError as error:
         raise bad_request(f"tools: {error}", "tools") from None
-    return StructuredOutputsParams(grammar=text)
 
 
 def _wish(asked: ChatRequest, engine: Engine) -> Wish:

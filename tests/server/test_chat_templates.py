@@ -251,3 +251,8 @@ def test_a_process_that_was_never_needed_does_not_start() -> None:
     process = TemplateProcess()
     process.close()
     assert process._process is None
+
+
+def test_the_process_does_not_get_the_servers_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSERVE_API_KEY", "secret")
+    assert "secret" not in template_process._environment().values()
