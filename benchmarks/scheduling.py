@@ -83,6 +83,12 @@ class NoText:
     def token_text(self, token: int) -> str:
         raise NotImplementedError
 
+    def token_bytes(self, token: int) -> bytes:
+        raise NotImplementedError
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise NotImplementedError
+
 
 def serve(*, depth: int = 1, page: int = PAGE, static: bool = False) -> Outcome:
     """Serves all requests, `depth` steps in flight. `static`: a batch ends before the next begins."""
