@@ -32,7 +32,7 @@ SOURCE = "bfcl-eval==2026.3.23"
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
 """One tool and one call; several tools; several calls; both."""
 QUESTIONS = 200
-MAX_TOKENS = 512
+MAX_TOKENS = 256
 
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 """Of the leaderboard, in the words of JSON Schema; `any` is the absence of a type."""
