@@ -17,6 +17,8 @@ from server.service import Service
 
 MAX_BODY = 32 * 1024 * 1024
 """Bytes."""
+MAX_READ = 4 * MAX_BODY
+"""Bytes of a body that is refused which are read and dropped."""
 MAX_BRACKETS = 250_000
 MAX_COMMAS = 2_000_000
 """More lists, objects or values than any request needs; decoding them would hold up everybody else for seconds."""
@@ -73,19 +75,28 @@ def _check_type(request: Request) -> None:
 
 
 async def _bytes(request: Request) -> bytes:
+    """The body. One that is too large is read to its end within reason, or its sender would not hear the answer."""
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY:
+    size = int(declared[:20]) if declared.isdecimal() else 0
+    if size > MAX_READ:
         raise _too_large()
     parts: list[bytes] = []
+    large = size > MAX_BODY
     size = 0
     try:
         async for part in request.stream():
-            parts.append(part)
             size += len(part)
-            if size > MAX_BODY:
-                raise _too_large()
+            large = large or size > MAX_BODY
+            if size > MAX_READ:
+                break
+            if large:
+                parts.clear()
+            else:
+                parts.append(part)
     except ClientDisconnect:
         raise ClientGone from None
+    if large:
+        raise _too_large()
     return b"".join(parts)
 
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from jaxserve.types import CompletionOutput, RequestOutput, SamplingParams
+from server.body import MAX_BODY
 from tests.server.conftest import make_service
 from tests.server.fake_engine import FakeEngine, wait_for
 
@@ -93,6 +94,14 @@ def test_a_client_that_does_not_read_holds_only_itself_up(live) -> None:
             size, tail = size + len(data), (tail + data)[-100:]
     assert b"data: [DONE]" in tail
     assert size > 5000 * 10_000
+
+
+def test_who_sends_too_much_hears_so(live) -> None:
+    """And does not find the connection reset in the middle of sending."""
+    server = live(make_service(FakeEngine()))
+    answer = httpx.post(f"{server.url}/v1/completions", content=b" " * (MAX_BODY + 8_000_000), timeout=30)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
 
 
 def test_one_id_for_many_requests_never_crosses_answers(live) -> None:
