@@ -246,10 +246,19 @@ def judge(question: Question, answer: Answer) -> tuple[int, list[str]]:
 
 
 async def run(base_url: str, model: str, questions: Sequence[Question], concurrency: int) -> list[Verdict]:
-    """In the order of the questions."""
+    """In the order of the questions; what is done so far is told on stderr."""
     turn = asyncio.Semaphore(concurrency)
+    done: list[Verdict] = []
     async with httpx.AsyncClient(base_url=base_url, timeout=600) as http:
-        return await asyncio.gather(*(check(http, model, question, turn) for question in questions))
+
+        async def one(question: Question) -> Verdict:
+            verdict = await check(http, model, question, turn)
+            done.append(verdict)
+            faulty = sum(bool(v.faults) for v in done)
+            print(f"{len(done)} of {len(questions)}, {faulty} at fault", file=sys.stderr, flush=True)
+            return verdict
+
+        return await asyncio.gather(*(one(question) for question in questions))
 
 
 def words(verdicts: Sequence[Verdict]) -> Iterator[str]:
