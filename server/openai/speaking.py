@@ -147,7 +147,9 @@ class Speaker:
     def _is_told(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
             return self._manner.with_reasoning
-        return isinstance(event, Content) or event.index == 0 or self._manner.use.parallel
+        if isinstance(event, Content):  # beside calls that are demanded it is only the cut beginning of another one
+            return not (self._manner.finds_calls and self._manner.use.forced)
+        return event.index == 0 or self._manner.use.parallel
 
     def _delta(self, event: Event) -> ChatDelta | None:
         match event:
