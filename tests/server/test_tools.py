@@ -614,14 +614,3 @@ def test_what_is_told_of_templates() -> None:
     assert read("{% macro show(tools) %}{% endmacro %}{% set tools = tools or [] %}").knows_tools
     assert read("{{ 'x' * 100000000000 }}{{ 10**10**10 }}").variables == frozenset()
     assert read("{{ broken").variables == frozenset()
-
-
-async def test_a_demanded_call_cut_before_its_name_leaves_no_content(client, engine) -> None:
-    """What was cut is the beginning of a call, not something to say."""
-    engine.script = '[{"name": "f", "arguments": {}}, {"na'
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
-    answer = (await client.post("/v1/chat/completions", json=body)).json()
-    message = answer["choices"][0]["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
-    assert not message["content"]
