@@ -614,3 +614,10 @@ def test_what_is_told_of_templates() -> None:
     assert read("{% macro show(tools) %}{% endmacro %}{% set tools = tools or [] %}").knows_tools
     assert read("{{ 'x' * 100000000000 }}{{ 10**10**10 }}").variables == frozenset()
     assert read("{{ broken").variables == frozenset()
+
+
+async def test_a_demanded_call_cut_before_its_name_leaves_no_content(client, engine) -> None:
+    """What was cut is the beginning of a call, not something to say."""
+    engine.script = f"{CALL}<tool_ca"
+    message = (await ask(client, tool_choice="required"))["choices"][0]["message"]
+    assert (message["tool_calls"][0]["function"]["name"], message["content"]) == ("get_weather", None)
