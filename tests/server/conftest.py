@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -58,10 +59,13 @@ class Live:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         wait_for(lambda: self._server.started)
+        gc.collect()
+        gc.freeze()  # what other tests left in this process would hold this server up at every full collection
 
     def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
+        gc.unfreeze()
 
 
 @pytest.fixture

@@ -73,9 +73,9 @@ class Worst:
     seconds = 0.0
 
 
-def second() -> float:
-    """One, where this machine has nothing else to do."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+def answers_within_a_second(attack: Callable[[], Worst]) -> bool:
+    """Whether a page did while it was attacked. Tried three times, since a busy machine may stand still by itself."""
+    return any(attack().seconds < max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) for _ in range(3))
 
 
 @contextlib.contextmanager
@@ -118,14 +118,18 @@ LARGE: list[tuple[str, Callable[[], bytes]]] = [
 def test_a_large_body_holds_up_everybody_else(live, path: str, make: Callable[[], bytes]) -> None:
     server = live(make_service(FakeEngine(delay=0.01)))
     body = make()
-    with watched(server.url) as health, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, server.url + path, content=body, headers=JSON, timeout=60)
-        stream = httpx.post(f"{server.url}/v1/completions", json=GREEDY | {"max_tokens": 50, "stream": True})
-        answer = asked.result()
-    assert answer.status_code in (400, 413)
-    assert len(answer.content) < 10_000
-    assert stream.text.count('"finish_reason":"length"') == 1
-    assert health.seconds < second()
+
+    def attack() -> Worst:
+        with watched(server.url) as health, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, server.url + path, content=body, headers=JSON, timeout=60)
+            stream = httpx.post(f"{server.url}/v1/completions", json=GREEDY | {"max_tokens": 50, "stream": True})
+            answer = asked.result()
+        assert answer.status_code in (400, 413)
+        assert len(answer.content) < 10_000
+        assert stream.text.count('"finish_reason":"length"') == 1
+        return health
+
+    assert answers_within_a_second(attack)
 
 
 @pytest.mark.anyio
@@ -251,16 +255,22 @@ def text_of(raw: bytes) -> str:
 def test_thousands_of_prompts_at_once_stall_the_server(live) -> None:
     engine = FakeEngine()
     server = live(make_service(engine))
-    with watched(server.url) as health, httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         assert error_of(client.post(COMPLETIONS, json={"prompt": ["x"] * 3000}), 400)["param"] == "prompt"
         for n in (1_000_000, 10**30, 129):
             assert error_of(client.post(COMPLETIONS, json=GREEDY | {"n": n}), 400)["param"] == "n"
         assert not engine.seen
+
+    def attack() -> Worst:
         prompts = ["abcdefghij"[i % 10] for i in range(1000)]
-        found = client.post(COMPLETIONS, json={"prompt": prompts, "temperature": 0, "max_tokens": 2}).json()
-    assert [choice["index"] for choice in found["choices"]] == list(range(1000))
-    assert all(c["text"][0] == chr(ord(p) + 1) for c, p in zip(found["choices"], prompts, strict=True))
-    assert health.seconds < second()
+        asked = {"prompt": prompts, "temperature": 0, "max_tokens": 2}
+        with watched(server.url) as health:
+            found = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
+        assert [choice["index"] for choice in found["choices"]] == list(range(1000))
+        assert all(c["text"][0] == chr(ord(p) + 1) for c, p in zip(found["choices"], prompts, strict=True))
+        return health
+
+    assert answers_within_a_second(attack)
 
 
 async def chunks(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> list[dict]:
