@@ -6,10 +6,10 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format wheel clean
+.PHONY: help install serve test gpu-compile check format wheel clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
 install:  ## create .venv with the jaxserve command and the demo model in it
 	@scripts/install $(VENV)
@@ -19,6 +19,10 @@ serve: install  ## serve MODEL (unset: the demo model) on PORT, with any other f
 
 test: install  ## run the tests, or those that ARGS names
 	$(BIN)/pytest $(ARGS)
+
+gpu-compile: install  ## compile the models for an H200, which need not be there, and check what came out
+	@scripts/install-gpu-compile $(VENV)
+	$(BIN)/pytest tests/gpu_compile $(ARGS)
 
 check: install  ## format, lint, types, directions of imports
 	$(BIN)/ruff format --check

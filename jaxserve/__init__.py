@@ -1,7 +1,7 @@
 """jaxserve: serves open language models on NVIDIA GPUs and CPUs, with JAX.
 
-Public names: LLM, SamplingParams, BeamSearchParams, StructuredOutputsParams, Engine, AsyncEngine, EngineConfig. They
-are imported when they are first used, so that `import jaxserve` starts no JAX.
+Public names: LLM, SamplingParams, BeamSearchParams, StructuredOutputsParams, Engine, AsyncEngine, EngineConfig,
+Forecast. They are imported when they are first used, so that `import jaxserve` starts no JAX.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxserve.types import (
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
     from jaxserve.engine import Engine
+    from jaxserve.forecast import Forecast
     from jaxserve.launch import Launched, launch
     from jaxserve.llm import LLM
 
@@ -33,6 +34,7 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "Forecast",
     "Launched",
     "Logprob",
     "RequestOutput",
@@ -46,6 +48,7 @@ _LAZY = {
     "LLM": "jaxserve.llm",
     "AsyncEngine": "jaxserve.async_engine",
     "Engine": "jaxserve.engine",
+    "Forecast": "jaxserve.forecast",
     "Launched": "jaxserve.launch",
     "launch": "jaxserve.launch",
 }

@@ -28,6 +28,20 @@ class Seen(NamedTuple):
     free_rows: int
 
 
+class _After(NamedTuple):
+    """Where some requests would leave the engine that was seen."""
+
+    free: int
+    """Rows."""
+    waiting: Waiting
+
+    def post(self, new: Waiting) -> _After:
+        left = max(0, new.sequences - self.free)
+        sequences, tokens = self.waiting
+        prompts = new.tokens * left // max(1, new.sequences)
+        return _After(max(0, self.free - new.sequences), Waiting(sequences + left, tokens + prompts))
+
+
 class Backlog:
     """Counts for the thread that posts; `seen` is replaced, never changed, by the engine's."""
 
@@ -39,6 +53,9 @@ class Backlog:
         """Requests posted before those."""
         self._coming = Waiting(0, 0)
         """Sums over the requests that will be posted soon."""
+        self._known: Seen | None = None
+        self._after = _After(rows, Waiting(0, 0))
+        """Where those posted would leave `_known`; counted on with each, so that a crowd costs what it is."""
 
     @contextmanager
     def coming(self, sequences: int, tokens: int) -> Generator[None]:
@@ -51,8 +68,9 @@ class Backlog:
 
     def post(self, sequences: int, tokens: int) -> None:
         """A request goes to the engine."""
-        self._forget_taken()
-        self._posted.append(Waiting(sequences, tokens))
+        new = Waiting(sequences, tokens)
+        self._after = self._now().post(new)
+        self._posted.append(new)
 
     def with_more(self, sequences: int, tokens: int) -> Waiting:
         """What would wait if a request of this size were posted now.
@@ -60,19 +78,16 @@ class Backlog:
         Rows are given in order, so new requests get free ones only where nothing waits. Rows that the next step will
         free are not counted on.
         """
-        self._forget_taken()
-        seen = self.seen
-        free = 0 if seen.waiting.sequences else seen.free_rows
-        total, prompts = seen.waiting
-        for new in (*self._posted, self._coming, Waiting(sequences, tokens)):
-            left = max(0, new.sequences - free)
-            free = max(0, free - new.sequences)
-            total += left
-            prompts += new.tokens * left // max(1, new.sequences)
-        return Waiting(total, prompts)
+        return self._now().post(self._coming).post(Waiting(sequences, tokens)).waiting
 
-    def _forget_taken(self) -> None:
-        taken = self.seen.taken
-        while self._before < taken:
-            self._posted.popleft()
-            self._before += 1
+    def _now(self) -> _After:
+        seen = self.seen
+        if seen is not self._known:
+            self._known = seen
+            while self._before < seen.taken:
+                self._posted.popleft()
+                self._before += 1
+            self._after = _After(0 if seen.waiting.sequences else seen.free_rows, seen.waiting)
+            for new in self._posted:
+                self._after = self._after.post(new)
+        return self._after

@@ -25,8 +25,12 @@ from jaxserve.types import SamplingParams
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Policy = Literal["fcfs", "priority"]
 OnRecompile = Literal["warn", "error"]
+LoadFormat = Literal["auto", "dummy"]
+CpuKernels = Literal["auto", "native", "xla"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
+QUANTIZATIONS = ("int8",)
+"""What weights can be made while they are loaded: the names in `weights/quantization.py`."""
 
 
 def _option[T](default: T, help: str, **extra: str) -> T:
@@ -46,6 +50,9 @@ class EngineConfig:
     tokenizer: str | None = _option(None, "where the tokenizer is, if not with the model")
     revision: str | None = _option(None, "branch, tag or commit of the Hugging Face repository")
     served_model_name: tuple[str, ...] = _option((), "names that requests may use; the first one is in the answers")
+    load_format: LoadFormat = _option(
+        "auto", "how the weights come: from the checkpoint (auto), or random and made on the device (dummy), to measure"
+    )
     dtype: Dtype = _option("auto", "of weights, activations and KV; auto keeps the checkpoint's")
     max_model_len: int | Literal["auto"] | None = _option(
         None, "longest sequence, prompt and answer; unset: the model's own; auto: what memory allows; 8k is 8192"
@@ -55,6 +62,9 @@ class EngineConfig:
     block_size: int = _option(16, "tokens in a page of KV")
     max_num_seqs: int | None = _option(None, "sequences in a step; default 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 512 on a CPU, 8192 on a GPU")
+    cpu_kernels: CpuKernels = _option(
+        "auto", "on a CPU: compiled by the machine's C++ compiler, by XLA alone, or auto: the first where there is one"
+    )
     token_buckets: tuple[int, ...] = _option(
         (), "step sizes that are compiled, fewer start faster; default: powers of two up to max_num_batched_tokens"
     )
@@ -63,7 +73,9 @@ class EngineConfig:
     scheduling_policy: Policy = _option("fcfs", "who comes next: first come, or lowest priority value")
     seed: int | None = _option(None, "makes requests without a seed of their own reproducible too")
     tensor_parallel_size: int = _option(1, "devices that share every layer", short="-tp")
-    quantization: str | None = _option(None, "none, or what the checkpoint's config says", short="-q")
+    quantization: str | None = _option(
+        None, "int8: weights are made int8 while they are loaded, activations a token at a time; or none", short="-q"
+    )
     generation_config: str = _option("auto", "default sampling from the model (auto), a directory, or none (vllm)")
     override_generation_config: Mapping[str, object] | None = _option(
         None, 'default sampling as JSON, beats generation_config: {"temperature": 0.5}'
@@ -78,6 +90,9 @@ class EngineConfig:
     steps_in_flight: int = _option(2, "steps launched before the oldest result is read")
     on_recompile: OnRecompile = _option("warn", "what to do if XLA compiles after warm-up")
     compilation_cache_dir: str | None = _option(None, "where compiled programs are kept; empty string: nowhere")
+    compiler_options: Mapping[str, object] | None = _option(
+        None, 'XLA options of the programs as JSON, beside jaxserve\'s own: {"xla_gpu_enable_triton_gemm": true}'
+    )
     num_pages: int | None = _option(
         None, "KV pages, instead of sizing the pool by memory", flag="--num-gpu-blocks-override"
     )
@@ -91,12 +106,17 @@ class EngineConfig:
         put("override_generation_config", _generation_override(self.override_generation_config))
         put("max_model_len", _length("max_model_len", self.max_model_len))
         put("structured_outputs_config", _structured(self.structured_outputs_config))
+        put("compiler_options", _compiler_options(self.compiler_options))
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
             put(name, _size(name, getattr(self, name)))
         _check_types(self)
         if self.quantization in ("none", ""):
             put("quantization", None)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("cpu_kernels", self.cpu_kernels, ("auto", "native", "xla"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _one_of("on_recompile", self.on_recompile, ("warn", "error"))
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -198,7 +218,7 @@ class ServerConfig:
 # What vLLM has and this engine does not serve yet: refused by name, so that nobody believes it took effect.
 NOT_SERVED: frozenset[str] = frozenset(
     """tokenizer_mode trust_remote_code hf_overrides model_impl skip_tokenizer_init
-    logprobs_mode runner convert load_format download_dir safetensors_load_strategy max_parallel_loading_workers
+    logprobs_mode runner convert download_dir safetensors_load_strategy max_parallel_loading_workers
     prefix_caching_hash_algo prefix_match_unit kv_cache_dtype kv_cache_dtype_skip_layers kv_offloading_size
     kv_offloading_backend cpu_offload_gb enforce_eager disable_sliding_window max_num_active_seqs
     long_prefill_token_threshold async_scheduling stream_interval watermark scheduler_reserve_full_isl
@@ -364,6 +384,15 @@ def _generation_override(value: object) -> Mapping[str, object] | None:
         SamplingParams(**sampling_defaults(found or {}))  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _compiler_options(value: object) -> Mapping[str, object] | None:
+    name = "compiler_options"
+    found = _mapping(name, value)
+    for key, setting in (found or {}).items():
+        if not key.startswith("xla_") or not isinstance(setting, str | bool | int | float):
+            raise ValueError(f"{name} takes XLA options by name (xla_...), text, numbers or true or false, got {key!r}")
     return found
 
 

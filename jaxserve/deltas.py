@@ -5,7 +5,7 @@ Costs what the deltas hold, however many they are. Knows the records only; must 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from jaxserve.types import CompletionOutput, RequestOutput, TokenLogprobs
 

@@ -313,7 +313,7 @@ class Engine:
                 return
             if constraint.done:
                 del self._constraints[s.number]
-        fresh = not answer.times.first_token
+        fresh = not answer.first_token
         piece, gap = answer.take(s.index, token, at, scores, taken.now)
         if fresh:
             taken.first.append(taken.now - s.request.arrival)

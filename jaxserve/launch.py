@@ -6,10 +6,11 @@ Weights are read while programs compile. Knows every room's constructor and noth
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from flax import nnx
 from jax._src import xla_bridge  # the public API cannot tell whether the backend has started
 from jax.sharding import Mesh
 
+from jaxserve import native
 from jaxserve.config import EngineConfig, cache_dir, sampling_defaults
-from jaxserve.device import memory
+from jaxserve.device import executables, memory
 from jaxserve.device import mesh as meshes
 from jaxserve.device import programs as programlib
+from jaxserve.device.executables import Store
 from jaxserve.device.executor import Executor
 from jaxserve.device.programs import Buckets, Shapes
 from jaxserve.device.rows import BANNED, BANNED_TOKENS, RowShape
@@ -34,13 +37,19 @@ from jaxserve.engine import Bounds, Engine
 from jaxserve.grammar.compile import Compiler
 from jaxserve.host.scheduler import Limits, Scheduler
 from jaxserve.layers.attention import TILE
+from jaxserve.layers.stack import Decoder
 from jaxserve.models import registry
 from jaxserve.models.config import CacheGroup, DecoderConfig, architecture_of
+from jaxserve.observe.timeline import Timeline
 from jaxserve.tokenizer import Tokenizer, read_template
 from jaxserve.types import Observer
 from jaxserve.weights import load as loading
 from jaxserve.weights import placement, source
 from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.native import in_place
+from jaxserve.weights.quantization import quantise
+from jaxserve.weights.readers.gguf import GgufCheckpoint
+from pallas_kernels import paged_attention
 
 log = logging.getLogger(__name__)
 
@@ -75,27 +84,35 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
     Raises:
         ValueError: the configuration, the checkpoint or the memory does not allow it; the message says what would.
     """
-    tell = progress or _silent
-    began = time.monotonic()
+    tell, timeline = progress or _silent, Timeline()
     observers = tuple(observers)
     own_process = _prepare_process(config)
     tell("opening the model", 0.0)
-    if config.chat_template is not None:
-        read_template(config.chat_template)
-    path = source.resolve(config.model, config.revision)
-    checkpoint = source.open_checkpoint(path)
-    with ThreadPoolExecutor(2, thread_name_prefix="launch") as pool:
+    with timeline.phase("opening the model"):
+        if config.chat_template is not None:
+            read_template(config.chat_template)
+        path, checkpoint = _open(config)
         model = _Model.of(config, checkpoint)
-        words_ready = pool.submit(_words, config, path, checkpoint, model.config.vocab)
-        config, shapes = _sized(_resolve(config, model), model, own_process)
-        loaded = pool.submit(_load, model, checkpoint, tell)
-        compiled = programlib.compile_all(shapes, options=_options(model.mesh), progress=_compiling(tell))
+    with ThreadPoolExecutor(2, thread_name_prefix="launch") as pool:
+        words_ready = pool.submit(_words, config, path, checkpoint, model.config.vocab, timeline)
+        options = _options(config, model.mesh)
+        share = 1.0 if own_process and model.on_gpu else config.gpu_memory_utilization
+        store = executables.open_store(cache_dir(config), model.mesh)
+        with timeline.phase("sizing the pool"):
+            sized = _sized(_resolve(config, model), model, memory.limit_of(model.device), share, options, store)
+        config, shapes = sized.config, sized.shapes
+        loaded = pool.submit(_load, config, model, checkpoint, tell, timeline)
+        if config.load_format == "dummy":
+            loaded.result()  # jax's cache keeps the program that makes them, and is off while others compile
+        with timeline.phase("programs"):
+            compiled = programlib.compile_all(shapes, options=options, store=store, progress=_compiling(tell))
         module = loaded.result()
+        tell("warming up", 1.0)
+        with timeline.phase("warming up"):
+            executor = Executor(shapes, compiled, jax.tree.leaves(module))
+            executor.rehearse(largest=model.on_gpu)
         words = words_ready.result()
     config = dataclasses.replace(config, num_pages=shapes.step.pages[0])
-    leaves = jax.tree.leaves(module)
-    executor = Executor(shapes, compiled, leaves)
-    tell("warming up", 1.0)
     engine = Engine(
         Scheduler(_limits(config, shapes, model)),
         executor,
@@ -105,9 +122,8 @@ def launch(config: EngineConfig, *, progress: Progress | None = None, observers:
         observers=observers,
     )
     engine.at_close(words.grammars.close)
-    executor.rehearse(largest=model.on_gpu)
     _watch_compiles(config, engine, observers)
-    log.debug("%s is ready after %.1f s", config.model, time.monotonic() - began)
+    log.info("%s", timeline)
     return Launched(
         engine=engine,
         executor=executor,
@@ -124,6 +140,15 @@ def _silent(stage: str, share: float) -> None:
     pass
 
 
+def _open(config: EngineConfig) -> tuple[Path, Checkpoint]:
+    """Where the model is, and what is there. Without its weights only the directory's small files are needed."""
+    if config.load_format == "dummy":
+        path = source.resolve_tokenizer(config.model, config.revision)
+        return path, source.open_description(path)
+    path = source.resolve(config.model, config.revision)
+    return path, source.open_checkpoint(path)
+
+
 @dataclass(frozen=True)
 class _Model:
     """A model that is described but not loaded."""
@@ -136,18 +161,14 @@ class _Model:
     groups: tuple[CacheGroup, ...]
 
     @staticmethod
-    def of(config: EngineConfig, checkpoint: Checkpoint) -> _Model:
+    def of(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh | None = None) -> _Model:
         described = checkpoint.config
-        quantised = described.get("quantization_config")
-        if config.quantization is not None or quantised:
-            named = config.quantization or quantised
-            raise ValueError(f"quantization {named!r} is not served yet; use a checkpoint that is not quantised")
         family = registry.family(architecture_of(described))
-        mesh = meshes.make(config.tensor_parallel_size)
+        mesh = mesh or meshes.make(config.tensor_parallel_size)
         tied = loading.head_is_tied(described, checkpoint)
         decoder = DecoderConfig.from_hf(described, ways=config.tensor_parallel_size, tied=tied)
         dtype = _dtype(config, described)
-        abstract = jax.eval_shape(lambda: family.model(decoder, rngs=nnx.Rngs(0), dtype=dtype))
+        abstract = jax.eval_shape(functools.partial(_built, family, decoder, dtype, config.quantization))
         return _Model(family, decoder, abstract, dtype, mesh, tuple(family.cache_groups(decoder)))
 
     @property
@@ -201,8 +222,20 @@ def _prepare_process(config: EngineConfig) -> bool:
     return fresh
 
 
-def _options(mesh: Mesh) -> dict[str, str | bool] | None:
-    return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+def _options(config: EngineConfig, mesh: Mesh) -> dict[str, object]:
+    """XLA's options for the programs; what the configuration says beats what is usual on this platform.
+
+    Raises:
+        ValueError: XLA has no such option, or it takes no such value.
+    """
+    usual = GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else {}
+    options = {**usual, **(config.compiler_options or {})}
+    if config.compiler_options:
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as e:
+            raise ValueError(f"compiler_options: {e}") from None
+    return options
 
 
 def _resolve(config: EngineConfig, model: _Model) -> EngineConfig:
@@ -239,7 +272,38 @@ def _step_tokens(config: EngineConfig, rows: int, default: int) -> int:
     return given or max(default, rows)
 
 
-def _sized(config: EngineConfig, model: _Model, own_process: bool) -> tuple[EngineConfig, Shapes]:
+@dataclass(frozen=True)
+class Sized:
+    """How large an engine is, before anything of it exists. Bytes are per device."""
+
+    config: EngineConfig
+    """With what was left open filled in."""
+    shapes: Shapes
+    needs: memory.Needs
+    options: dict[str, object]
+    """XLA's, of the programs."""
+
+
+def size(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, limit: int | None) -> Sized:
+    """The sizes of an engine on the devices of `mesh`, which need not exist; no tensor of the checkpoint is read.
+
+    `limit`: bytes of each device that XLA may use, None for CPUs.
+
+    Raises:
+        ValueError: as `launch`.
+    """
+    model = _Model.of(config, checkpoint, mesh)
+    return _sized(_resolve(config, model), model, limit, 1.0, _options(config, mesh))
+
+
+def _sized(
+    config: EngineConfig,
+    model: _Model,
+    limit: int | None,
+    share: float,
+    options: dict[str, object],
+    store: Store | None = None,
+) -> Sized:
     """All shapes, the pool sized by what the weights, the rows and the largest programs leave free.
 
     A max_model_len of auto becomes the longest sequence that the pool holds.
@@ -253,13 +317,15 @@ def _sized(config: EngineConfig, model: _Model, own_process: bool) -> tuple[Engi
     needs = memory.Needs(
         weights=model.weight_bytes(),
         state=programlib.state_bytes(tiny),
-        temporary=0 if known else programlib.temporary_bytes(tiny, _options(model.mesh)),
+        temporary=0,
         page=model.page_bytes(config.block_size),
         tokens=config.block_size,
         longest=config.max_model_len,
     )
-    share = 1.0 if own_process and model.on_gpu else config.gpu_memory_utilization
-    wishes = memory.Wishes(config.kv_cache_memory_bytes, config.num_pages, share, model.device)
+    wishes = memory.Wishes(config.kv_cache_memory_bytes, config.num_pages, share, limit)
+    memory.check(needs, wishes, model.mesh.size)
+    if not known:
+        needs = dataclasses.replace(needs, temporary=programlib.temporary_bytes(tiny, options, store))
     if auto:
         longest = memory.longest_that_fits(needs, wishes)
         if longest < 2:
@@ -269,7 +335,21 @@ def _sized(config: EngineConfig, model: _Model, own_process: bool) -> tuple[Engi
         config, needs = dataclasses.replace(config, max_model_len=longest), dataclasses.replace(needs, longest=longest)
         tiny = _shapes(config, model, pages=2)
     count = memory.pages(needs, wishes)
-    return config, tiny.with_pages((count,) * len(model.groups))
+    return Sized(config, tiny.with_pages((count,) * len(model.groups)), needs, options)
+
+
+def _kernels(config: EngineConfig, model: _Model) -> native.Kernels | None:
+    """The native ones, on a CPU where they can be had."""
+    c = model.config
+    if model.on_gpu or config.cpu_kernels == "xla" or jnp.dtype(model.dtype) == jnp.float16:
+        return None
+    try:
+        return native.load(c.head_dim, c.heads // c.kv_heads, Path(cache_dir(config) or tempfile.gettempdir()))
+    except native.NativeError as error:
+        if config.cpu_kernels == "native":
+            raise ValueError(f"cpu_kernels native: {error}") from None
+        log.warning("attention and bfloat16 products run in plain XLA, several times slower: %s", error)
+        return None
 
 
 def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
@@ -288,16 +368,19 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
         )
         for g in model.groups
     )
+    kernels = _kernels(config, model)
     top = c.vocab if config.max_logprobs < 0 else min(config.max_logprobs, c.vocab)
     return Shapes(
         step=StepShape(
-            model=jax.tree.structure(model.abstract),
+            model=jax.tree.structure(model.abstract if kernels is None else in_place(model.abstract, kernels)),
             page=page,
             pages=(pages,) * len(kv),
             vocab=c.vocab,
             top=top,
             uniform=config.deterministic,
             mesh=model.mesh,
+            kernels=kernels,
+            unit=_attention_unit(model, page),
         ),
         rows=RowShape(rows, length, -(-length // TILE) * TILE // page, c.padded_vocab, len(kv)),
         buckets=_buckets(config, model),
@@ -307,6 +390,30 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
             tokens, rows, c.embed, model.dtype
         ),
     )
+
+
+def _attention_unit(model: _Model, page: int) -> int | None:
+    """Tokens in a unit of the Pallas kernel; None where it does not serve, which is logged on a GPU."""
+    c, ways = model.config, model.mesh.size
+    reason = paged_attention.supported(
+        heads=c.heads // ways,
+        kv_heads=c.kv_heads // ways,
+        size=c.head_dim,
+        page=page,
+        dtype=model.dtype,
+        kv_dtype=model.dtype,
+        device=model.device,
+    )
+    if reason is None:
+        return paged_attention.unit_tokens(c.heads // c.kv_heads, c.head_dim)
+    if model.on_gpu:
+        _warn_once(f"attention is computed by plain XLA, which is slower than the kernel: {reason}")
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def _buckets(config: EngineConfig, model: _Model) -> Buckets:
@@ -357,14 +464,24 @@ def _bounds(config: EngineConfig, model: _Model, eos: tuple[int, ...]) -> Bounds
     )
 
 
-def _load(model: _Model, checkpoint: Checkpoint, tell: Progress) -> nnx.Module:
-    return loading.load(
-        model.abstract,
-        model.family.tensors(model.config),
-        checkpoint,
-        mesh=model.mesh,
-        progress=lambda done, total: tell("loading weights", done / max(total, 1)),
-    )
+def _built(family: registry.Family, config: DecoderConfig, dtype: jnp.dtype, quantization: str | None) -> Decoder:
+    return quantise(family.model(config, rngs=nnx.Rngs(0), dtype=dtype), quantization)
+
+
+def _load(
+    config: EngineConfig, model: _Model, checkpoint: Checkpoint, tell: Progress, timeline: Timeline
+) -> nnx.Module:
+    with timeline.phase("weights"):
+        if config.load_format == "dummy":
+            build = functools.partial(_built, model.family, model.config, model.dtype, config.quantization)
+            return loading.make(build, model.abstract, mesh=model.mesh)
+        return loading.load(
+            model.abstract,
+            model.family.tensors(model.config),
+            checkpoint,
+            mesh=model.mesh,
+            progress=lambda done, total: tell("loading weights", done / max(total, 1)),
+        )
 
 
 def _compiling(tell: Progress) -> programlib.Progress:
@@ -382,20 +499,24 @@ class _Words:
     """The generation config that counts."""
 
 
-def _words(config: EngineConfig, path: Path, checkpoint: Checkpoint, vocab: int) -> _Words:
+def _words(config: EngineConfig, path: Path, checkpoint: Checkpoint, vocab: int, timeline: Timeline) -> _Words:
+    metadata = checkpoint.metadata if isinstance(checkpoint, GgufCheckpoint) else None
     if config.tokenizer is not None:
         path = source.resolve_tokenizer(config.tokenizer, config.revision if config.tokenizer == config.model else None)
-    tokenizer = Tokenizer.load(path, chat_template=config.chat_template)
+        metadata = None
+    with timeline.phase("tokenizer"):
+        tokenizer = Tokenizer.load(path, chat_template=config.chat_template, metadata=metadata)
     recommended = generation_config(config, checkpoint)
     eos = end_tokens(recommended, checkpoint, tokenizer.eos_token_id)
     options = config.structured_outputs_config or {}
-    grammars = Compiler(
-        tokenizer.definition(),
-        vocab,
-        eos,
-        disable_any_whitespace=bool(options.get("disable_any_whitespace")),
-        disable_additional_properties=bool(options.get("disable_additional_properties", True)),
-    )
+    with timeline.phase("grammars"):
+        grammars = Compiler(
+            tokenizer.definition(),
+            vocab,
+            eos,
+            disable_any_whitespace=bool(options.get("disable_any_whitespace")),
+            disable_additional_properties=bool(options.get("disable_additional_properties", True)),
+        )
     return _Words(tokenizer, grammars, eos, recommended)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from jaxserve.types import SamplingParams
 
@@ -17,8 +18,7 @@ SCRATCH_PAGE = 0
 """What padding of a page table points to; no sequence ever holds it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """`count` tokens of one sequence, to be computed in one step.
 
     The result belongs to the sequence (`sequence`, `epoch`), never to the row: by the time it is read the row may
@@ -57,8 +57,7 @@ class Admission:
     """64 bits, unsigned."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageEntry:
+class PageEntry(Struct, frozen=True):
     """Page `page` of cache group `group` becomes entry `index` of the row's table."""
 
     group: int

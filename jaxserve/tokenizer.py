@@ -74,13 +74,17 @@ class Tokenizer:
         """Tokens that `skip_special_tokens` leaves out."""
 
     @classmethod
-    def load(cls, path: Path, *, chat_template: str | None = None) -> Tokenizer:
+    def load(cls, path: Path, *, chat_template: str | None = None, metadata: gguf.Metadata | None = None) -> Tokenizer:
         """The tokenizer in a model directory or a GGUF file.
+
+        `metadata`: the GGUF file's, where somebody has read it, which takes a while.
 
         Raises:
             ValueError: there is none, or it cannot be read; the message names the path.
         """
-        return cls(_from_gguf(path) if path.is_file() else _from_directory(path), chat_template)
+        if path.is_file():
+            return cls(_from_gguf(path, gguf.read_metadata(path) if metadata is None else metadata), chat_template)
+        return cls(_from_directory(path), chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written in the text become their ids; `add_special_tokens` adds the model's own."""
@@ -336,8 +340,7 @@ _COMPOSED = frozenset(("qwen2", "deepseek-r1-qwen"))
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _from_gguf(path: Path) -> Pretrained:
-    metadata = gguf.read_metadata(path)
+def _from_gguf(path: Path, metadata: gguf.Metadata) -> Pretrained:
     if "tokenizer.ggml.tokens" not in metadata:
         raise ValueError(f"{path} holds no tokenizer; give one with --tokenizer")
     mapping = _transformers("transformers.integrations.gguf.gguf_tokenizer_mapping")

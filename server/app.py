@@ -38,7 +38,7 @@ from server.openai.protocol import (
 )
 from server.openai.tokenize import detokenize, tokenize
 from server.openapi import Answer, Page, document
-from server.outside import Counted, UnderPath
+from server.outside import Counted, Direct, UnderPath
 from server.racing import ClientGone
 from server.service import Service
 
@@ -90,7 +90,9 @@ def build_app(service: Service, registry: CollectorRegistry) -> ASGIApp:
     found = RequestIds(found, shown=options.enable_request_id_headers)
     if options.enable_server_load_tracking:
         found = Counted(found, service)
-    return UnderPath(found, options.root_path) if options.root_path else found
+    if options.root_path:
+        found = UnderPath(found, options.root_path)
+    return Direct(found)
 
 
 def _pages(service: Service, registry: CollectorRegistry) -> list[Page]:

@@ -57,8 +57,7 @@ async def read[T: msgspec.Struct](
         raise bad_request(f"the body is not valid JSON in UTF-8 (no lone surrogates): {error}") from None
     except (RecursionError, ValueError):
         raise bad_request("the body nests too deep, or holds a number that is too long") from None
-    known = {f.encode_name for f in msgspec.structs.fields(record)}
-    unknown = [name for name in fields if name not in known and name not in ignored]
+    unknown = [name for name in fields if name not in record.__struct_encode_fields__ and name not in ignored]
     for name in unknown:
         if name in refused:
             _check_harmless(name, fields[name], refused[name], instead.get(name))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxserve import __version__
-from server import chat_cli, flags
+from server import chat_cli, flags, plan_cli
 from server.bench import command as bench_cli
 from server.serving import serve
 
@@ -41,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     bench_cli.add_flags(bench_parser)
+    plan_parser = commands.add_parser(
+        "plan",
+        help="what fits on a GPU that is not here, and how fast it could be",
+        description="Compiles a model's programs for a GPU that is not here: what fits, and how fast it could be.",
+        allow_abbrev=False,
+    )
+    plan_cli.add_flags(plan_parser)
     match words[:1]:
         case ["serve"]:
             return serve(*flags.read_flags(serve_parser, words[1:]))
@@ -48,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return chat_cli.chat(chat_parser.parse_args(words[1:]))
         case ["bench"]:
             return bench_cli.bench(bench_parser, words[1:])
+        case ["plan"]:
+            return plan_cli.plan(plan_parser, words[1:])
         case []:
             parser.print_help()
             return 0

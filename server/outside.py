@@ -1,10 +1,35 @@
-"""What stands around the whole app: the path that a proxy shows it under, and the count of requests at work."""
+"""What stands around the whole app: the path that a proxy shows it under, the count of requests at work, and a way
+past all of it for those who send much.
+"""
 
 from __future__ import annotations
+
+from typing import cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.service import Service
+
+_SEND_KEY = "jaxserve.send"
+
+
+class Direct:
+    """ASGI middleware, the outermost: remembers the server's own `send` for `direct_send`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_SEND_KEY] = send
+        await self._app(scope, receive, send)
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """The server's own `send`, or the one at hand: for bodies, which no middleware looks at and all of it slows down.
+
+    An answer's beginning must not go this way.
+    """
+    return cast(Send, scope.get(_SEND_KEY, send))
 
 
 class UnderPath:

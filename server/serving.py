@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import shutil
@@ -229,6 +230,8 @@ class Run:
         failure: BaseException | None = None
         try:
             started = self._start(self._service.config, progress=self._progress, observers=(self._metrics, self._line))
+            gc.collect()
+            gc.freeze()  # what is loaded stays: whoever looks through it again stops all streams meanwhile
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop has ended meanwhile

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxserve.config import EngineConfig, sampling_defaults
@@ -13,6 +13,7 @@ from jaxserve.device import memory
 from jaxserve.device.memory import Needs, Wishes
 from jaxserve.grammar.constraint import Constraint
 from jaxserve.launch import end_tokens, generation_config, launch
+from jaxserve.observe import timeline
 from jaxserve.plan import StepPlan, StepResult
 from jaxserve.prompts import bad_word_tokens, tokens_of
 from jaxserve.types import EngineDead, InvalidRequest, SamplingParams
@@ -33,7 +34,6 @@ IMPOSSIBLE = [
     ({"token_buckets": (8, 64), "deterministic": True}, "deterministic needs token_buckets of 64"),
     ({"max_model_len": 10**6}, "longer than the model's"),
     ({"num_pages": 3}, "set --max-model-len to 16 or less"),
-    ({"quantization": "awq"}, "quantization 'awq' is not served yet"),
     ({"chat_template": "/no/such/file.jinja"}, "chat"),
     ({"tensor_parallel_size": 64}, "needs as many devices"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8}, "without chunked prefill"),
@@ -49,7 +49,7 @@ def test_impossible_options_are_refused_with_what_would_do(options: dict[str, ob
 
 def test_auto_is_the_longest_that_the_pool_holds() -> None:
     needs = Needs(weights=0, state=0, temporary=0, page=1000, tokens=16, longest=4096)
-    wishes = Wishes(pool=100_000, count=None, share=1.0, device=jax.devices()[0])
+    wishes = Wishes(pool=100_000, count=None, share=1.0, limit=None)
     longest = memory.longest_that_fits(needs, wishes)
     assert memory.pages(dataclasses.replace(needs, longest=longest), wishes) == longest // 16 + 1
     with pytest.raises(ValueError, match="set --max-model-len to"):
@@ -132,6 +132,19 @@ def test_generation_config_directory_brings_its_own_end(tmp_path: Path) -> None:
     launched = launch(config)
     assert launched.engine.bounds.eos == (5, 6) and launched.default_params == {"temperature": 0.3}
     launched.engine.close()
+
+
+def test_a_start_ends_with_an_account_of_its_phases(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.launch")
+    launched = launch(EngineConfig(model=str(with_tokenizer(CHECKPOINT)), token_buckets=(64,), **TINY))  # type: ignore[arg-type]
+    launched.engine.close()
+    told = timeline.read(caplog.text)
+    assert told is not None and told.cpu > 0
+    phases = {phase.name: phase for phase in told.phases}
+    beside = {"tokenizer", "grammars", "sizing the pool", "weights", "programs"}
+    assert set(phases) == {"opening the model", "warming up", *beside}
+    assert all(phases[name].begin >= phases["opening the model"].end for name in beside)
+    assert phases["warming up"].begin >= max(phases["weights"].end, phases["programs"].end)
 
 
 @pytest.mark.parametrize(

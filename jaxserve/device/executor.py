@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.device import mesh as meshes
 from jaxserve.device import rows as rowlib
 from jaxserve.device import step
-from jaxserve.device.programs import SCORED, Programs, Shapes, row_shardings
+from jaxserve.device.programs import SCORED, Programs, Shapes
 from jaxserve.device.step import WANTS, Sampled
 from jaxserve.plan import Admission, Choice, Chunk, Scores, StepPlan, StepResult
 from jaxserve.types import SamplingParams
@@ -60,12 +58,9 @@ class Executor:
         self.leaves: list[jax.Array] = leaves
         self._programs = programs
         self._spare = shapes.rows.rows
-        self._rows = jax.jit(rowlib.empty, static_argnums=0, out_shardings=row_shardings(shapes))(shapes.rows)
-        self._kv = tuple(_zeros(a) for a in shapes.kv)
-        self._work = jax.tree.map(_zeros, shapes.work)
+        self._rows, self._kv, self._work, self._any = programs.empty()
         self._wants = np.zeros((shapes.rows.rows + 1, len(WANTS)), np.int32)
         self._full = np.zeros(shapes.rows.rows + 1, bool)
-        self._any = {r: _ones(meshes.replicated(shapes.mesh), r, shapes.rows.words) for r in shapes.buckets.rows}
 
     def launch(self, plan: StepPlan) -> Flight:
         """Starts a step, up to sampling; returns before it has run."""
@@ -222,12 +217,3 @@ def _joined(pieces: list[Scores]) -> Scores:
 def _copy_back(results: object) -> None:
     for array in jax.tree.leaves(results):
         array.copy_to_host_async()
-
-
-def _ones(sharding: jax.sharding.Sharding, *shape: int) -> jax.Array:
-    """Masks that allow everything."""
-    return jax.jit(lambda: jnp.full(shape, -1, jnp.int32), out_shardings=sharding)()
-
-
-def _zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()

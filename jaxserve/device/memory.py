@@ -6,6 +6,7 @@ Sizes in bytes per device.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 from dataclasses import dataclass
 
@@ -47,7 +48,34 @@ class Wishes:
     pool: int | None
     count: int | None
     share: float
-    device: jax.Device
+    limit: int | None
+    """Bytes of the device that XLA may use; None where the device has no memory of its own."""
+
+
+def limit_of(device: jax.Device) -> int | None:
+    """What XLA may use of a device, in bytes; None on a CPU."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def check(needs: Needs, wishes: Wishes, ways: int) -> None:
+    """Weights and rows of an engine on `ways` devices leave something free, before anything is compiled.
+
+    Raises:
+        ValueError: they do not; names the numbers and the settings that would do.
+    """
+    if wishes.limit is None:
+        return
+    free = int(wishes.limit * wishes.share)
+    if used(needs) < free:
+        return
+    fit = ways
+    while used(dataclasses.replace(needs, weights=needs.weights * ways // fit)) > 0.9 * free and fit < 1024:
+        fit *= 2
+    raise ValueError(
+        f"{needs.weights / 2**30:.1f} GiB of weights and {needs.state / 2**30:.1f} GiB of rows do not fit into the "
+        f"{free / 2**30:.1f} GiB that XLA may use of each of {ways} devices; set --tensor-parallel-size to {fit} or "
+        "more, or raise --gpu-memory-utilization, or lower --max-num-seqs"
+    )
 
 
 def pages(needs: Needs, wishes: Wishes) -> int:
@@ -86,13 +114,15 @@ def _count(needs: Needs, wishes: Wishes) -> tuple[int, str]:
 def _pool_size(needs: Needs, wishes: Wishes) -> tuple[int, str]:
     if wishes.pool is not None:
         return wishes.pool, "kv_cache_memory_bytes"
-    stats = wishes.device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    if wishes.limit is None:
         return CPU_POOL, "the default of a CPU; --kv-cache-memory-bytes changes it"
-    limit = stats["bytes_limit"]
-    how = f"{wishes.share:.0%} of the {limit / 2**30:.1f} GiB that this process's XLA may use"
-    used = needs.weights + needs.state + needs.temporary + RESERVE
-    return int(limit * wishes.share) - used, how
+    how = f"{wishes.share:.0%} of the {wishes.limit / 2**30:.1f} GiB that this process's XLA may use"
+    return int(wishes.limit * wishes.share) - used(needs), how
+
+
+def used(needs: Needs) -> int:
+    """What a GPU holds beside the pool."""
+    return needs.weights + needs.state + needs.temporary + RESERVE
 
 
 def _round(count: int) -> int:

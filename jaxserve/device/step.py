@@ -19,8 +19,10 @@ from jaxserve.device import rows as rowlib
 from jaxserve.device.rows import Rows
 from jaxserve.layers import attention
 from jaxserve.layers.stack import Decoder, run_layers
+from jaxserve.native import Kernels
 from jaxserve.sampling import sample as sampling
 from jaxserve.sampling.params import RowLimits, RowText, Wants
+from pallas_kernels import paged_attention
 
 AXIS = "tensor"
 
@@ -53,6 +55,10 @@ class StepShape:
     """Most likely tokens reported beside each logprob."""
     uniform: bool
     mesh: Mesh
+    kernels: Kernels | None = None
+    """Native ones, on a CPU."""
+    unit: int | None = None
+    """Tokens in a unit of the Pallas kernel, where it computes attention."""
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +116,9 @@ def forward(
     rows = rowlib.note_tokens(rows, row, position, jnp.maximum(given, 0), known)
     ids = jnp.where(known, given, rows.tokens.at[row, in_table].get(mode="fill", fill_value=0))
     lengths = rows.computed[row_of] + counts
-    batches = [_batch(shape, rows, g, row_of, row, position, live, starts, counts, lengths) for g in range(len(kv))]
+    batches = [
+        _batch(shape, rows, g, row_of, row, position, live, starts, counts, lengths, chunk) for g in range(len(kv))
+    ]
     x, kv = run_layers(
         model.segments,
         model.embed_tokens(ids),
@@ -149,12 +157,20 @@ def _batch(
     starts: Int[Array, " S"],
     counts: Int[Array, " S"],
     lengths: Int[Array, " S"],
+    chunk: Int[Array, " T"],
 ) -> attention.Batch:
     """Slots are counted from the layer's first page on; a dead token's slot lies beyond any layer."""
     table = rows.pages[group]
     page = table.at[row, position // shape.page].get(mode="clip")
     slot = jnp.where(live, page * shape.page + position % shape.page, jnp.iinfo(jnp.int32).max)
-    return attention.Batch(starts, counts, lengths, table[row_of], slot)
+    table = table[row_of]
+    units = None
+    if shape.unit is not None:
+        longest = table.shape[1] * shape.page
+        units = paged_attention.schedule(
+            starts, counts, lengths, tokens=len(position), longest=longest, per_unit=shape.unit
+        )
+    return attention.Batch(starts, counts, lengths, table, slot, chunk, jnp.where(live, position, -1), units)
 
 
 class _Attend:
@@ -183,7 +199,9 @@ class _Attend:
             size = cache.shape[0] * shape.page
             slots = jnp.where(batch.slots < size, batch.slots + first * shape.page, size)
             cache = attention.append(cache, k, v, slots)
-            out = attention.paged_attention(q, cache, batch, first, window=window, scale=scale, uniform=shape.uniform)
+            out = attention.paged_attention(
+                q, cache, batch, first, window=window, scale=scale, uniform=shape.uniform, kernels=shape.kernels
+            )
             return out, cache
 
         if shape.mesh.size > 1:

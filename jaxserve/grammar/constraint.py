@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import llguidance
 import llguidance.numpy
@@ -17,7 +18,11 @@ from jaxserve.grammar.compile import Grammar
 TokenMasks = np.ndarray
 """i32[S, W]: in each row, token v is bit v % 32 of word v // 32."""
 
-_threads = llguidance.LLExecutor()
+
+@cache
+def _threads() -> llguidance.LLExecutor:
+    """For masks, as many as there are processors; started with the first constraint."""
+    return llguidance.LLExecutor()
 
 
 @dataclass(slots=True)
@@ -119,7 +124,7 @@ def fill(constraints: Iterable[tuple[int, Constraint]], masks: TokenMasks) -> No
         else:
             matchers.append((matcher, at))
     if matchers:
-        llguidance.numpy.fill_next_token_bitmask_par(_threads, matchers, masks)
+        llguidance.numpy.fill_next_token_bitmask_par(_threads(), matchers, masks)
 
 
 def certain(masks: TokenMasks, at: int) -> int | None:

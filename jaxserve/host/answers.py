@@ -6,7 +6,7 @@ Owns what was said so far of each request; knows no row, page or step.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -58,12 +58,15 @@ class Answer:
 
     def __init__(self, request: Request, sequences: Seq[Sequence], vocabulary: Vocabulary) -> None:
         self.request = request
-        self.times = RequestTimes(arrival=request.arrival)
+        self.first_token = 0.0
+        """When it came, in seconds on the monotonic clock; 0.0: it has not."""
+        self._scheduled = self._last_token = 0.0
         self._vocabulary = vocabulary
         wants = request.params.logprobs is not None
         self._choices = [Choice(s, self._stream(), 0.0 if wants else None) for s in sequences]
         scored = request.params.prompt_logprobs is not None
         self._prompt: list[TokenLogprobs | None] | None = [None for _ in request.prompt_ids] if scored else None
+        self._open = len(sequences)
         self._output_tokens = 0
         self._said = False
 
@@ -73,12 +76,15 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        return not any(choice.open for choice in self._choices)
+        return self._open == 0
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(self.request.arrival, self._scheduled, self.first_token, self._last_token)
 
     def scheduled(self, now: float) -> None:
         """A sequence of it has got a row."""
-        if not self.times.first_scheduled:
-            self.times = replace(self.times, first_scheduled=now)
+        self._scheduled = self._scheduled or now
 
     def scored(self, start: int, targets: Seq[int], scores: Scores) -> None:
         """Log probabilities of the prompt tokens `targets`, which begin at position start + 1."""
@@ -92,9 +98,8 @@ class Answer:
         """The next token of choice `index`: its text, and the seconds since the token before (0.0 for the first)."""
         choice = self._choices[index]
         gap, choice.last = (now - choice.last if choice.last else 0.0), now
-        if not self.times.first_token:
-            self.times = replace(self.times, first_token=now)
-        self.times = replace(self.times, last_token=now)
+        self.first_token = self.first_token or now
+        self._last_token = now
         self._output_tokens += 1
         choice.tokens.append(token)
         if self.request.params.logprobs is not None and scores is not None:
@@ -105,7 +110,6 @@ class Answer:
 
     def output(self) -> RequestOutput:
         """What is new since the last call."""
-        params = self.request.params
         outputs = [
             self._delta(choice) for choice in self._choices if choice.tokens or choice.text or self._ending(choice)
         ]
@@ -117,7 +121,7 @@ class Answer:
             prompt_token_ids=self.request.prompt_ids,
             outputs=tuple(outputs),
             finished=self.finished,
-            prompt_logprobs=prompt_logprobs if params.prompt_logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._choices[0].sequence.cached,
             metrics=self.times,
         )
@@ -148,6 +152,10 @@ class Answer:
         if choice.stream is None:
             return Piece("")
         s = choice.sequence
+        if s.finish_reason is None:
+            piece = choice.stream.push(token)
+            choice.text.append(piece.text)
+            return piece
         hidden = s.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         if hidden:
             choice.stream.skip()
@@ -155,7 +163,7 @@ class Answer:
         else:
             piece = choice.stream.push(token)
         choice.text.append(piece.text)
-        if piece.stop is None and s.finish_reason is not None:
+        if piece.stop is None:
             piece = choice.stream.flush()
             choice.text.append(piece.text)
         return piece
@@ -166,9 +174,10 @@ class Answer:
     def _delta(self, choice: Choice) -> CompletionOutput:
         s = choice.sequence
         if s.finish_reason is not None:
+            self._open -= choice.open
             choice.open = False
-        if s.finish_reason in ("abort", "error") and choice.stream is not None:
-            choice.text.append(choice.stream.flush().text)
+            if s.finish_reason in ("abort", "error") and choice.stream is not None:
+                choice.text.append(choice.stream.flush().text)
         delta = CompletionOutput(
             index=s.index,
             text="".join(choice.text),

@@ -11,6 +11,8 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from jaxserve.host.pages import PagePool, Parent
 from jaxserve.host.sequence import Sequence
 from jaxserve.plan import Admission, Chunk, PageEntry, StepPlan, StepResult
@@ -33,8 +35,7 @@ class Limits:
     chunked: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """A committed token. `at` is the chunk's place among the step's emitting chunks."""
 
     sequence: Sequence
@@ -87,6 +88,7 @@ class Scheduler:
         self._rows = list(range(limits.rows))[::-1]
         self._step = 0
         self._watermark = max(1, min(limits.pages) // 100)
+        self._windowed = any(window is not None for window in limits.windows)
 
     @property
     def waiting(self) -> int:
@@ -138,7 +140,8 @@ class Scheduler:
             return None
         for s in draft.planned:
             self._publish(s)
-            self._drop_behind_window(s)
+            if self._windowed:
+                self._drop_behind_window(s)
             if s.known >= s.limit:
                 self._leave(s)
         self._step += 1
@@ -155,6 +158,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Takes the step's tokens in, for the sequences that are still the ones that were planned."""
         events: list[Event] = []
+        tokens: list[int] = result.tokens.tolist()
         for at, chunk in enumerate(plan.chunks):
             s = self._live[chunk.sequence]
             s.pending -= 1
@@ -165,7 +169,7 @@ class Scheduler:
             if chunk.epoch != s.epoch or not chunk.emit:
                 continue
             s.in_flight -= 1
-            token = int(result.tokens[at])
+            token = tokens[at]
             s.tokens.append(token)
             self.counts.generation_tokens += 1
             events.append(Event(s, token, at))
@@ -198,17 +202,28 @@ class Scheduler:
 
     def _continue_running(self, draft: _Draft) -> None:
         """Running sequences in order; a long prompt leaves one token of budget to each one that only decodes."""
-        decoding = sum(s.wanted == 1 for s in self.running)
-        for s in list(self.running):
-            if s.row is None or s.wanted == 0:
+        running = list(self.running)
+        decoding: int | None = None
+        """How many of those that follow only decode; counted once a long one asks."""
+        for at, s in enumerate(running):
+            count = s.wanted
+            if s.row is None or count == 0:
                 continue
-            short = s.wanted == 1
-            decoding -= short
-            count = 1 if short else min(s.wanted, draft.budget - decoding)
-            if min(count, draft.budget) < 1:
+            if count > 1:
+                if decoding is None:
+                    decoding = sum(other.wanted == 1 for other in running[at + 1 :])
+                count = min(count, draft.budget - decoding)
+            elif decoding is not None:
+                decoding -= 1
+            if count < 1 or draft.budget < 1:
                 continue
-            if self._make_room(s, s.launched + count):
+            end = s.launched + count
+            if end <= self._room(s) or self._make_room(s, end):
                 self._add_chunk(draft, s, count)
+
+    def _room(self, s: Sequence) -> int:
+        """Tokens that its pages can hold; it has equally many in every group."""
+        return len(s.pages[0]) * self.limits.page
 
     def _make_room(self, s: Sequence, tokens: int) -> bool:
         """Frees pages until `s` can hold `tokens`, by preempting whoever is served last; false if that is `s`."""
@@ -343,38 +358,37 @@ class Scheduler:
     def _add_chunk(self, draft: _Draft, s: Sequence, count: int) -> None:
         assert s.row is not None
         start, end = s.launched, s.launched + count
-        for group, pool in enumerate(self.pools):
-            for _ in range(self._missing(s, group, end)):
-                page = pool.take()
-                draft.entries.append(PageEntry(group, s.row, len(s.pages[group]), page))
-                s.pages[group].append(page)
-        emit = end == s.known
-        scored = s.request.params.prompt_logprobs is not None and s.index == 0
-        draft.chunks.append(
-            Chunk(
-                sequence=s.number,
-                epoch=s.epoch,
-                row=s.row,
-                start=start,
-                count=count,
-                emit=emit,
-                ids=s.tokens[start:end] if start < s.given else (),
-                targets=s.tokens[start + 1 : min(end + 1, s.prompt_len)] if scored else (),
-            )
-        )
-        self.counts.prompt_tokens += max(0, min(end, s.prompt_len) - start)
+        if end > self._room(s):
+            self._take_pages(draft, s, end)
+        emit = count == s.wanted
+        ids: list[int] | tuple[()] = s.tokens[start:end] if start < s.given else ()
+        targets: list[int] | tuple[()] = ()
+        if start < s.prompt_len:
+            self.counts.prompt_tokens += min(end, s.prompt_len) - start
+            if s.request.params.prompt_logprobs is not None and s.index == 0:
+                targets = s.tokens[start + 1 : min(end + 1, s.prompt_len)]
+        draft.chunks.append(Chunk(s.number, s.epoch, s.row, start, count, emit, ids, targets))
         s.launched = end
         s.pending += 1
         s.in_flight += emit
         draft.budget -= count
         draft.planned.append(s)
 
+    def _take_pages(self, draft: _Draft, s: Sequence, tokens: int) -> None:
+        assert s.row is not None
+        for group, pool in enumerate(self.pools):
+            for _ in range(self._missing(s, group, tokens)):
+                page = pool.take()
+                draft.entries.append(PageEntry(group, s.row, len(s.pages[group]), page))
+                s.pages[group].append(page)
+
     # -- after the launch, after the commit ---------------------------------------------------------------------
 
     def _publish(self, s: Sequence) -> None:
         """Offers the pages that are full of committed tokens to the prefix cache."""
         page = self.limits.page
-        while (s.published + 1) * page <= min(s.launched, len(s.tokens)):
+        full = min(s.launched, len(s.tokens)) // page
+        while s.published < full:
             at = s.published
             tokens = tuple(s.tokens[at * page : (at + 1) * page])
             for group, pool in enumerate(self.pools):

@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def wanted(self) -> int:
-        return self.known - self.launched
+        return len(self.tokens) + self.in_flight - self.launched
 
     @property
     def generated(self) -> int:

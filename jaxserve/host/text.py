@@ -6,8 +6,9 @@ Knows strings only; what a token is, the tokenizer says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class TokenStream(Protocol):
@@ -22,8 +23,7 @@ class TokenStream(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Text that may leave, and the stop string that ends it, if one was found."""
 
     text: str
@@ -48,7 +48,8 @@ class TextStream:
     def push(self, token: int) -> Piece:
         """The next token of the sequence."""
         self._count += 1
-        return self._release(self._stream.step(token) or "")
+        text = self._stream.step(token) or ""
+        return self._release(text) if self._stops else Piece(text)
 
     def skip(self) -> None:
         """The next token of the sequence, which has no text (a stop token that is not shown)."""
@@ -56,6 +57,8 @@ class TextStream:
 
     def flush(self) -> Piece:
         """The sequence has ended: everything that was held back, unless a stop string is in it."""
+        if not self._stops:
+            return Piece(self._stream.flush())
         piece = self._release(self._stream.flush())
         if piece.stop is not None:
             return piece
@@ -63,8 +66,6 @@ class TextStream:
         return Piece(piece.text + held)
 
     def _release(self, text: str) -> Piece:
-        if not self._stops:
-            return Piece(text)
         before = len(self._held)
         self._held += text
         if text and self._count >= self._min_tokens:

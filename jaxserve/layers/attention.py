@@ -10,6 +10,7 @@ enters with a long prompt. A tile that a token may not see changes nothing, bit 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -17,10 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve import native
+from pallas_kernels import paged_attention as pallas
+
 TILE = 128
 """Tokens of keys in a tile; a multiple of every page size."""
 QUERIES = (256, 64)
 """Query tokens of one sequence that are computed together while a prompt enters: wide tiles first, then the rest."""
+SHORT = 16
+"""Longest chunk whose tokens the native kernel takes one by one."""
 
 Window = int | Int[Array, ""] | None
 
@@ -41,6 +47,12 @@ class Batch:
     """Page of each `page` tokens of the sequence."""
     slots: Int[Array, " T"]
     """Where the token's key and value go: page * size + offset; out of range for tokens of no chunk."""
+    chunk: Int[Array, " T"]
+    """The token's chunk."""
+    positions: Int[Array, " T"]
+    """The token's place in its sequence; below 0 for tokens of no chunk."""
+    units: pallas.Schedule | None = None
+    """The Pallas kernel's work, where it computes attention."""
 
 
 def append(
@@ -60,33 +72,63 @@ def paged_attention(
     window: Window,
     scale: float,
     uniform: bool = False,
+    kernels: native.Kernels | None = None,
 ) -> Float[Array, "T N H"]:
     """Attention of each token over its sequence up to itself, softmax in float32.
 
     `first` is added to every page number: where the layer's pages begin in the pool. The cost follows the real
     lengths, not the padding: the loops run as often as the longest sequence needs. Sequences that decode one token
     are computed side by side, longer chunks in query tiles one after the other; `uniform` takes the second way for
-    all, so that a token's bits do not depend on how it came in.
+    all, so that a token's bits do not depend on how it came in. With native `kernels` they compute the tokens of
+    short chunks, and all tokens where `uniform` is asked for.
     """
+    if batch.units is not None:
+        where = batch.starts, batch.counts, batch.lengths, batch.table, first
+        return pallas.paged_attention(q, kv, *where, window=window, scale=scale, units=batch.units)
     tokens, heads, size = q.shape
     kv_heads = kv.shape[2]
-    q = q.reshape(tokens, kv_heads, heads // kv_heads, size)
+    if kernels is not None:
+        alone = (batch.counts > 0) if uniform else (batch.counts > 0) & (batch.counts <= SHORT)
+        at = jnp.where(alone[batch.chunk], batch.positions, -1)
+        one = kernels.attend(q, kv, batch.table, batch.chunk, at, first, window, scale).astype(kv.dtype)
+        if uniform:
+            return one
+        rest = jnp.where(alone, 0, batch.counts)
+        many = _in_tiles(q, kv, batch, batch.table + first, rest, QUERIES, window, scale)
+        return jnp.where((at >= 0)[:, None, None], one, many)
     table = batch.table + first
     left = jnp.where((batch.counts > 0) if uniform else (batch.counts > 1), batch.counts, 0)
+    out = _in_tiles(q, kv, batch, table, left, QUERIES[uniform:], window, scale)
+    if not uniform:
+        grouped = q.reshape(tokens, kv_heads, heads // kv_heads, size)
+        one = _one_query(grouped, kv, batch, table, window, scale)
+        at = jnp.where(batch.counts == 1, batch.starts, tokens)
+        out = out.at[at].set(one.reshape(-1, heads, size), mode="drop")
+    return out
+
+
+def _in_tiles(
+    q: Float[Array, "T N H"],
+    kv: Float[Array, "pages 2 K page H"],
+    batch: Batch,
+    table: Int[Array, "S P"],
+    left: Int[Array, " S"],
+    widths: Sequence[int],
+    window: Window,
+    scale: float,
+) -> Float[Array, "T N H"]:
+    """The first `left` tokens of each chunk in query tiles, the widest first; zero for the others."""
+    tokens, heads, size = q.shape
+    q = q.reshape(tokens, kv.shape[2], -1, size)
     done = jnp.zeros_like(left)
-    widths = [w for w in QUERIES[uniform:] if w < tokens] or [tokens]
+    widths = [w for w in widths if w < tokens] or [tokens]
     padded = jnp.pad(q, ((0, widths[0]), (0, 0), (0, 0), (0, 0)))
     out = jnp.zeros_like(padded)
     for width in widths:
         some = left if width == widths[-1] else left // width * width
         out = _many_queries(out, padded, kv, batch, table, done, some, width, window, scale)
         done, left = done + some, left - some
-    out = out[:tokens]
-    if not uniform:
-        one = _one_query(q, kv, batch, table, window, scale)
-        at = jnp.where(batch.counts == 1, batch.starts, tokens)
-        out = out.at[at].set(one, mode="drop")
-    return out.reshape(tokens, heads, size)
+    return out[:tokens].reshape(tokens, heads, size)
 
 
 def _one_query(

@@ -14,7 +14,7 @@ from jaxserve.weights import leaf
 
 
 class Linear(nnx.Module):
-    """y = x w + b, with w [D, *out] and b [*out] or none. `axes` names the dimensions of w."""
+    """y = w x + b, with w [*out, D] as checkpoints have it and b [*out] or none. `axes` names the dimensions of w."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ) -> None:
-        self.w = leaf.param(rngs, (size, *out), axes, dtype)
-        self.b = leaf.bias(out, axes[1:], dtype) if bias else None
+        self.w = leaf.param(rngs, (*out, size), axes, dtype)
+        self.b = leaf.bias(out, axes[:-1], dtype) if bias else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
         y = leaf.project(x, self.w)
@@ -37,9 +37,9 @@ class Linear(nnx.Module):
 def qkv_linear(
     embed: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype
 ) -> Linear:
-    """w [D, K, (G+2)*H]: for each KV head the G query heads that read it, then its key, then its value."""
+    """w [K, (G+2)*H, D]: for each KV head the G query heads that read it, then its key, then its value."""
     out = (kv_heads, (heads // kv_heads + 2) * head_dim)
-    return Linear(embed, out, ("embed", "kv_heads", None), bias=bias, rngs=rngs, dtype=dtype)
+    return Linear(embed, out, ("kv_heads", None, "embed"), bias=bias, rngs=rngs, dtype=dtype)
 
 
 def split_qkv(

@@ -11,11 +11,11 @@ from jaxserve.layers.linear import Linear
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one leaf [D, 2, F]."""
+    """down(silu(gate(x)) * up(x)); gate and up are one leaf [2, F, D]."""
 
     def __init__(self, embed: int, mlp: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        self.gate_up = Linear(embed, (2, mlp), ("embed", None, "mlp"), bias=bias, rngs=rngs, dtype=dtype)
-        self.down = Linear(mlp, (embed,), ("mlp", "embed"), bias=bias, rngs=rngs, dtype=dtype)
+        self.gate_up = Linear(embed, (2, mlp), (None, "mlp", "embed"), bias=bias, rngs=rngs, dtype=dtype)
+        self.down = Linear(mlp, (embed,), ("embed", "mlp"), bias=bias, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         y = self.gate_up(x)

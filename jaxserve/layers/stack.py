@@ -13,6 +13,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.weights.leaf import Stacked
+
 MAX_GROUP = 8
 """Longest group of unequal layers that is looked for: a longer one costs more to compile than it saves."""
 
@@ -115,15 +117,22 @@ def run_layers(
     for segment in segments:
         groups = [block.group for block in segment.blocks]
         repeats = jax.tree.leaves(segment)[0].shape[0]
+        leaves, structure = jax.tree.flatten(segment, is_leaf=lambda leaf: isinstance(leaf, Stacked))
+        whole = [leaf if isinstance(leaf, Stacked) else None for leaf in leaves]
+        split = [None if isinstance(leaf, Stacked) else leaf for leaf in leaves]
 
         def repeat(
             carry: tuple[jax.Array, tuple[jax.Array, ...]],
-            item: tuple[Segment, jax.Array],
+            item: tuple[list[jax.Array | None], jax.Array],
             groups: list[int] = groups,
             done: tuple[int, ...] = tuple(done),
+            whole: list[Stacked | None] = whole,
+            structure: jax.tree_util.PyTreeDef = structure,
         ) -> tuple[tuple[jax.Array, tuple[jax.Array, ...]], None]:
             x, caches = carry
-            one, r = item
+            slices, r = item
+            own = [own if stack is None else stack.at_layer(r) for own, stack in zip(slices, whole, strict=True)]
+            one: Segment = jax.tree.unflatten(structure, own)
             kept = list(caches)
             for i, block in enumerate(one.blocks):
                 g = groups[i]
@@ -134,7 +143,7 @@ def run_layers(
                 kept[g] = cell.cache
             return (x, tuple(kept)), None
 
-        (x, caches), _ = jax.lax.scan(repeat, (x, caches), (segment, jax.numpy.arange(repeats)))
+        (x, caches), _ = jax.lax.scan(repeat, (x, caches), (split, jax.numpy.arange(repeats)))
         for g in groups:
             done[g] += repeats
     return x, caches

@@ -27,7 +27,7 @@ class Attention(nnx.Module):
         sizes = (c.embed, c.heads, c.kv_heads, c.head_dim)
         self.qkv = qkv_linear(*sizes, bias=c.attention_bias, rngs=rngs, dtype=dtype)
         self.o = Linear(
-            c.heads * c.head_dim, (c.embed,), ("heads", "embed"), bias=c.attention_bias, rngs=rngs, dtype=dtype
+            c.heads * c.head_dim, (c.embed,), ("embed", "heads"), bias=c.attention_bias, rngs=rngs, dtype=dtype
         )
         self.rope, self.head_dim, self.window = c.rope, c.head_dim, window
 

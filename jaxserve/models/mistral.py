@@ -26,7 +26,7 @@ class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         sizes = (c.embed, c.heads, c.kv_heads, c.head_dim)
         self.qkv = qkv_linear(*sizes, rngs=rngs, dtype=dtype)
-        self.o = Linear(c.heads * c.head_dim, (c.embed,), ("heads", "embed"), rngs=rngs, dtype=dtype)
+        self.o = Linear(c.heads * c.head_dim, (c.embed,), ("embed", "heads"), rngs=rngs, dtype=dtype)
         self.rope, self.head_dim, self.window = c.rope, c.head_dim, window
 
     def __call__(self, x: Float[Array, "T D"], step: Step, attend: Attend) -> Float[Array, "T D"]:

@@ -27,33 +27,33 @@ def decoder(c: DecoderConfig, block: Sequence[Source]) -> list[Source]:
 
 
 def copied(path: str, name: str) -> Source:
-    """A leaf that is the tensor: gains, biases."""
+    """A leaf that is the tensor."""
     return Source(path, (name,), np.asarray)
 
 
 def linear(path: str, name: str, *, bias: bool = False) -> list[Source]:
-    """w [D, out] and perhaps b of `layers.linear.Linear`."""
+    """w [out, D] and perhaps b of `layers.linear.Linear`."""
     biases = [copied(f"{path}.b", f"{name}.bias")] if bias else []
-    return [Source(f"{path}.w", (f"{name}.weight",), np.transpose), *biases]
+    return [copied(f"{path}.w", f"{name}.weight"), *biases]
 
 
 def qkv(c: DecoderConfig, path: str, name: str, *, bias: bool = False) -> list[Source]:
-    """w [D, K, (G+2)*H] and perhaps b [K, (G+2)*H]; `name` is the attention's, q_proj and so on are in it."""
+    """w [K, (G+2)*H, D] and perhaps b [K, (G+2)*H]; `name` is the attention's, q_proj and so on are in it."""
     parts = [f"{name}.{p}_proj" for p in "qkv"]
 
     def fuse(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        return _input_first(fuse_qkv(c, q, k, v))
+        return fuse_qkv(c, q, k, v)
 
     biases = [Source(f"{path}.b", tuple(f"{p}.bias" for p in parts), fuse)] if bias else []
     return [Source(f"{path}.w", tuple(f"{p}.weight" for p in parts), fuse), *biases]
 
 
 def gate_up(path: str, name: str, *, bias: bool = False) -> list[Source]:
-    """w [D, 2, F] and perhaps b [2, F]; `name` is the mlp's, gate_proj and up_proj are in it."""
+    """w [2, F, D] and perhaps b [2, F]; `name` is the mlp's, gate_proj and up_proj are in it."""
     parts = [f"{name}.{p}_proj" for p in ("gate", "up")]
 
     def fuse(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        return _input_first(np.stack([gate, up]))
+        return np.stack([gate, up])
 
     biases = [Source(f"{path}.b", tuple(f"{p}.bias" for p in parts), fuse)] if bias else []
     return [Source(f"{path}.w", tuple(f"{p}.weight" for p in parts), fuse), *biases]
@@ -71,11 +71,6 @@ def fuse_qkv(c: DecoderConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> n
         for x in (k, v)
     )
     return np.concatenate([q, k, v], axis=1)
-
-
-def _input_first(x: np.ndarray) -> np.ndarray:
-    """[a, b, D] to [D, a, b]; a bias [a, b] stays."""
-    return np.moveaxis(x, -1, 0) if x.ndim == 3 else x
 
 
 def _pad_vocabulary(c: DecoderConfig) -> Callable[..., np.ndarray]:

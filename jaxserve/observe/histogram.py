@@ -35,8 +35,11 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
+        counts, bounds, total = self._counts, self._bounds, 0.0
         for value in values:
-            self.observe(value)
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self.sum += total
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and cumulative count, as Prometheus wants them; the last bound is +Inf."""

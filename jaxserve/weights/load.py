@@ -1,8 +1,8 @@
 """Fills an abstract model with a checkpoint's tensors, each array made once and where it belongs.
 
-Leaves of equal layers are stacked; a layer is read, cast and built in a thread, then written into its place in the
-stack. So the host holds a few layers at a time, and on a CPU the stack itself. Knows no file format, no architecture
-and no quantisation.
+Leaves of equal layers are stacked; a layer is read, cast, built and encoded in a thread, then written into its place
+in the stack. So the host holds a few layers at a time, and on a CPU the stack itself. Knows no file format, no
+architecture and no method of quantisation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.weights.checkpoint import Checkpoint, LoadError
-from jaxserve.weights.leaf import Source
-from jaxserve.weights.placement import Slot, shardings, slots
+from jaxserve.weights.leaf import Encoded, Source
+from jaxserve.weights.placement import Place, Slot, places, shardings
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,9 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 class _Job:
     """One leaf to make. `zero`: the checkpoint has nothing for it."""
 
-    slot: Slot
-    sharding: NamedSharding
+    place: Place
+    shardings: tuple[NamedSharding, ...]
+    """One for each slot of the place."""
     source: Source
     zero: bool
 
@@ -63,11 +65,13 @@ class _Job:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        return self.slot.shape[1:] if self.stacked else self.slot.shape
+        """Of what `source` builds."""
+        return self.place.leaf.shape[self.stacked :]
 
     @property
     def layer_bytes(self) -> int:
-        return math.prod(self.layer_shape) * self.slot.dtype.itemsize
+        """Of all arrays of the leaf."""
+        return sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in self.place.slots) // len(self.layers)
 
 
 def load[M: nnx.Module](
@@ -82,9 +86,16 @@ def load[M: nnx.Module](
     jobs = _jobs(model, sources, checkpoint, mesh)
     total = sum(job.layer_bytes * len(job.layers) for job in jobs)
     tell = _Tally(total, progress)
-    place = _on_host if _is_one_cpu(mesh) else _on_devices
+    put = _on_host if _is_one_cpu(mesh) else _on_devices
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="weights") as pool:
-        leaves = [place(job, checkpoint, pool, tell) for job in jobs]
+        leaves = [array for job in jobs for array in put(job, checkpoint, pool, tell)]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves)
+
+
+def make[M: nnx.Module](build: Callable[[], object], model: M, *, mesh: Mesh) -> M:
+    """What `build` gives, of which `model` is the abstract form, made on the devices and split over `mesh`."""
+    log.warning("the weights are random, as the model's initialisers make them: answers mean nothing")
+    leaves = jax.jit(lambda: jax.tree.leaves(build()), out_shardings=shardings(model, mesh))()
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
 
@@ -95,8 +106,13 @@ def head_is_tied(
     head: str = "lm_head.weight",
     embedding: str = "model.embed_tokens.weight",
 ) -> bool:
-    """Whether the logits come from the embedding. What the file holds beats the flag `tie_word_embeddings`."""
+    """Whether the logits come from the embedding. What the file holds beats the flag `tie_word_embeddings`.
+
+    Where there are no tensors at all the flag decides.
+    """
     flag, names = config.get("tie_word_embeddings"), checkpoint.names()
+    if not names:
+        return bool(flag)
     if head not in names:
         if flag is False:
             log.warning("the checkpoint has no %s though its config says untied: using %s", head, embedding)
@@ -118,14 +134,15 @@ def _equal(checkpoint: Checkpoint, a: str, b: str) -> bool:
 def _jobs(model: nnx.Module, sources: Sequence[Source], checkpoint: Checkpoint, mesh: Mesh) -> list[_Job]:
     """One job a leaf, in the order of the model's leaves."""
     by_path = {source.path: source for source in sources}
-    places = slots(model)
-    unmatched = by_path.keys() ^ {slot.path for slot in places}
+    found = places(model)
+    unmatched = by_path.keys() ^ {place.path for place in found}
     if unmatched or len(by_path) != len(sources):
         raise ValueError(f"every leaf needs exactly one source; without a partner: {sorted(unmatched)}")
     present = _present(sources, checkpoint)
+    split = iter(shardings(model, mesh))
     return [
-        _Job(slot, sharding, by_path[slot.path], zero=slot.path not in present)
-        for slot, sharding in zip(places, shardings(model, mesh), strict=True)
+        _Job(place, tuple(islice(split, len(place.slots))), by_path[place.path], zero=place.path not in present)
+        for place in found
     ]
 
 
@@ -164,17 +181,18 @@ def _is_one_cpu(mesh: Mesh) -> bool:
     return mesh.devices.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def _on_host(job: _Job, checkpoint: Checkpoint, pool: ThreadPoolExecutor, tell: _Tally) -> jax.Array:
-    """The whole stack in host memory that XLA takes over without a copy."""
-    stack = _aligned_zeros(job.slot.shape, job.slot.dtype)
-    parts = stack if job.stacked else stack[None]
+def _on_host(job: _Job, checkpoint: Checkpoint, pool: ThreadPoolExecutor, tell: _Tally) -> list[jax.Array]:
+    """The whole stacks in host memory that XLA takes over without a copy."""
+    stacks = [_aligned_zeros(slot.shape, slot.dtype) for slot in job.place.slots]
+    parts = [stack if job.stacked else stack[None] for stack in stacks]
 
     def write(index: int) -> None:
-        parts[index] = _layer(job, job.layers[index], checkpoint)
+        for part, array in zip(parts, _layer(job, job.layers[index], checkpoint), strict=True):
+            part[index] = array
 
     for _ in pool.map(write, range(len(job.layers))):
         tell(job.layer_bytes)
-    return jax.device_put(stack, job.sharding)
+    return [jax.device_put(stack, to) for stack, to in zip(stacks, job.shardings, strict=True)]
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -184,18 +202,33 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _on_devices(job: _Job, checkpoint: Checkpoint, pool: ThreadPoolExecutor, tell: _Tally) -> jax.Array:
-    """A stack of zeros on the devices, into which one layer after the other is written in place."""
-    stack = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=job.sharding)(job.slot.shape, job.slot.dtype)
-    one = NamedSharding(job.sharding.mesh, P(*job.sharding.spec[1:])) if job.stacked else job.sharding
-    write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=job.sharding)
+def _on_devices(job: _Job, checkpoint: Checkpoint, pool: ThreadPoolExecutor, tell: _Tally) -> list[jax.Array]:
+    """Stacks of zeros on the devices, into which one layer after the other is written in place."""
+    stacks = [_Stack(slot, to, job.stacked) for slot, to in zip(job.place.slots, job.shardings, strict=True)]
     read = [partial(_layer, job, layer, checkpoint) for layer in job.layers]
-    for index, array in enumerate(_ahead(pool, read)):
-        part = jax.device_put(array if job.stacked else _own(array), one)
-        stack = write(stack, part, index, 0) if job.stacked else part
-        part.block_until_ready()
+    for index, arrays in enumerate(_ahead(pool, read)):
+        for stack, array in zip(stacks, arrays, strict=True):
+            stack.write(array, index)
         tell(job.layer_bytes)
-    return stack
+    return [stack.value for stack in stacks]
+
+
+class _Stack:
+    """One array on the devices in the making."""
+
+    def __init__(self, slot: Slot, sharding: NamedSharding, stacked: bool) -> None:
+        self._stacked = stacked
+        self._one = NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if stacked else sharding
+        self._write = jax.jit(
+            jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding
+        )
+        self.value = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(slot.shape, slot.dtype)
+
+    def write(self, array: np.ndarray, index: int) -> None:
+        """Returns when `array` may be forgotten."""
+        part = jax.device_put(array if self._stacked else _own(array), self._one)
+        self.value = self._write(self.value, part, index, 0) if self._stacked else part
+        part.block_until_ready()
 
 
 def _own(array: np.ndarray) -> np.ndarray:
@@ -203,9 +236,9 @@ def _own(array: np.ndarray) -> np.ndarray:
     return array if array.flags.owndata else array.copy()
 
 
-def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
+def _ahead[T](pool: ThreadPoolExecutor, calls: Sequence[Callable[[], T]]) -> Iterator[T]:
     """The results in order, at most `WORKERS` of them made before they are asked for."""
-    pending: deque[Future[np.ndarray]] = deque()
+    pending: deque[Future[T]] = deque()
     for call in calls:
         pending.append(pool.submit(call))
         if len(pending) > WORKERS:
@@ -214,34 +247,35 @@ def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], np.ndarray]]) 
         yield pending.popleft().result()
 
 
-def _layer(job: _Job, layer: int | None, checkpoint: Checkpoint) -> np.ndarray:
-    """One layer's leaf, in the leaf's dtype."""
+def _layer(job: _Job, layer: int | None, checkpoint: Checkpoint) -> tuple[np.ndarray, ...]:
+    """The arrays of one layer's leaf, in their dtypes."""
+    leaf = job.place.leaf
     if job.zero:
-        return np.zeros(job.layer_shape, job.slot.dtype)
+        return tuple(np.zeros(slot.shape[job.stacked :], slot.dtype) for slot in job.place.slots)
     names = [name.format(layer=layer) for name in job.source.names]
-    arrays = [_read(checkpoint, name, job.slot.dtype) for name in names]
+    arrays = [_read(checkpoint, name, leaf) for name in names]
     try:
         built = job.source.build(*arrays)
     except (ValueError, IndexError, TypeError) as e:
         raise _misshapen(checkpoint, names, job, str(e)) from None
     if built.shape != job.layer_shape:
         raise _misshapen(checkpoint, names, job, f"made {built.shape}")
-    return built.astype(job.slot.dtype, copy=False)
+    return leaf.encode(built) if isinstance(leaf, Encoded) else (built.astype(leaf.dtype, copy=False),)
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: np.dtype) -> np.ndarray:
-    """A tensor; matrices are cast before they are rearranged, which moves half the bytes."""
+def _read(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct | Encoded) -> np.ndarray:
+    """A tensor; matrices are cast before they are rearranged, which moves half the bytes, or encoded as they are."""
     array = checkpoint.read(name)
     if array.dtype.name not in _FLOATS:
         found = f"{checkpoint.where(name)}: tensor {name} is {array.dtype.name}"
         raise LoadError(f"{found}, one of {', '.join(_FLOATS)} is needed: is the checkpoint quantised?")
-    return array.astype(dtype, copy=False) if array.ndim > 1 else array
+    return array if isinstance(leaf, Encoded) or array.ndim < 2 else array.astype(leaf.dtype, copy=False)
 
 
 def _misshapen(checkpoint: Checkpoint, names: Sequence[str], job: _Job, why: str) -> LoadError:
     found = ", ".join(f"{name} {checkpoint.shape(name)}" for name in names)
     files = _some({checkpoint.where(name) for name in names})
-    want = f"{job.slot.path} of shape {job.layer_shape}"
+    want = f"{job.place.path} of shape {job.layer_shape}"
     return LoadError(f"{files}: {found} cannot become {want} ({why}); the config and the weights disagree")
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.weights.leaf import Axes
+from jaxserve.weights.leaf import Axes, Encoded
 
 RULES: dict[str | None, str | None] = {
     "vocab": "tensor",
@@ -29,7 +29,7 @@ RULES: dict[str | None, str | None] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one array in a model: its path, as `Source.path` has it, its shape, dtype and logical axes."""
+    """A place for one array in a model: its leaf's path, as `Source.path` has it, its shape, dtype and logical axes."""
 
     path: str
     shape: tuple[int, ...]
@@ -37,18 +37,35 @@ class Slot:
     axes: Axes
 
 
+@dataclass(frozen=True)
+class Place:
+    """A place for one leaf in a model, with a slot for each of its arrays: several if it is `Encoded`."""
+
+    path: str
+    leaf: jax.ShapeDtypeStruct | Encoded
+    slots: tuple[Slot, ...]
+
+
+def places(model: nnx.Module) -> list[Place]:
+    """The leaves of an (abstract) model; their slots, one after the other, are in the order of `jax.tree.leaves`."""
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [_place(jax.tree_util.keystr(path), entry) for path, entry in found]
+
+
+def _place(path: str, entry: nnx.Variable | jax.ShapeDtypeStruct) -> Place:
+    value, named = (entry.get_value(), entry.get_metadata()) if isinstance(entry, nnx.Variable) else (entry, {})
+    if isinstance(value, Encoded):
+        axes = value.axes_of_arrays()
+    else:
+        axes = (named.get("axes") or (None,) * len(value.shape),)
+    arrays = jax.tree.leaves(value)
+    slots = tuple(Slot(path, array.shape, array.dtype, own) for array, own in zip(arrays, axes, strict=True))
+    return Place(path, value, slots)
+
+
 def slots(model: nnx.Module) -> list[Slot]:
     """The arrays of an (abstract) model, in the order of `jax.tree.leaves`."""
-    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return [_slot(jax.tree_util.keystr(path), entry) for path, entry in found]
-
-
-def _slot(path: str, entry: nnx.Variable | jax.ShapeDtypeStruct) -> Slot:
-    if isinstance(entry, nnx.Variable):
-        value, axes = entry.get_value(), entry.get_metadata().get("axes")
-    else:
-        value, axes = entry, None
-    return Slot(path, value.shape, value.dtype, axes or (None,) * len(value.shape))
+    return [slot for place in places(model) for slot in place.slots]
 
 
 def spec(axes: Axes, ndim: int) -> P:
@@ -75,19 +92,19 @@ def shardings(model: nnx.Module, mesh: Mesh) -> list[NamedSharding]:
     Raises:
         ValueError: a dimension does not divide by its mesh axis; the message says which sizes would.
     """
-    places = slots(model)
+    found = slots(model)
     for axis, ways in mesh.shape.items():
-        check_divides(places, axis, ways)
-    return [sharding(slot, mesh) for slot in places]
+        check_divides(found, axis, ways)
+    return [sharding(slot, mesh) for slot in found]
 
 
-def check_divides(places: list[Slot], axis: str, ways: int) -> None:
+def check_divides(found: list[Slot], axis: str, ways: int) -> None:
     """Every dimension that is split over mesh axis `axis` must be a multiple of `ways`.
 
     Raises:
         ValueError: one is not; the message says which numbers of ways would do for the whole model.
     """
-    split = [(slot, name, size) for slot in places for name, size in _split(slot, axis)]
+    split = [(slot, name, size) for slot in found for name, size in _split(slot, axis)]
     common = math.gcd(*(size for _, _, size in split))
     for slot, name, size in split:
         if size % ways:

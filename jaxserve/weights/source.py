@@ -52,6 +52,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return importlib.import_module("jaxserve.weights.readers.safetensors").SafetensorsCheckpoint(path)
 
 
+def open_description(path: Path) -> Checkpoint:
+    """What a directory's config.json says, as a checkpoint without tensors.
+
+    Raises:
+        LoadError: there is none.
+    """
+    return importlib.import_module("jaxserve.weights.readers.description").Description.of_directory(path)
+
+
 def generation_config(directory: str) -> dict[str, object]:
     """What the generation_config.json of a directory says.
 

@@ -23,6 +23,8 @@ from typing import TextIO
 
 import msgspec
 
+from jaxserve.observe import timeline
+from jaxserve.observe.timeline import Told
 from server import flags
 from server.bench import options
 from server.bench.answers import Sample
@@ -37,6 +39,8 @@ STOP_SECONDS = 30.0
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 LISTENING = "listening"
 """The first stage: the interpreter, imports of the server, the socket."""
+OPENING = "opening the model"
+"""The first stage of the engine, with which the timeline in its log begins."""
 COMMAND = (sys.executable, "-P", "-c", "import sys; from server.cli import main; sys.exit(main())", "serve")
 _CHOSEN = ("--host", "--port", "--uds", "--ssl-certfile", "--compilation-cache-dir")
 
@@ -56,6 +60,8 @@ class Start:
     stages: dict[str, Stage] = field(default_factory=dict[str, Stage])
     ready: float = 0.0
     first_token: float = 0.0
+    told: Told | None = None
+    """The engine's own account, once it is ready."""
 
     def see(self, stage: str, at: float) -> None:
         """The server was at `stage`."""
@@ -190,10 +196,13 @@ class Starter:
 def lines(name: str, starts: Sequence[Start]) -> list[str]:
     """A table: when each stage began and ended, in medians."""
     ready, token = (_median(starts, what) for what in ("ready", "first_token"))
+    computed = _cpu_times(starts)
+    cpu = [f"{'CPU until ready (s):':<40} {statistics.median(computed):.2f}"] if computed else []
     found = [
         f"{f' {name.capitalize()} start, median of {len(starts)} ':=^50}",
         f"{'Ready (s):':<40} {ready:.2f}",
         f"{'First token (s):':<40} {token:.2f}",
+        *cpu,
         f"{'--- stage':<26}{'from':>8}{'to':>8}{'s':>8}",
     ]
     for stage, (begin, end) in stages(starts).items():
@@ -202,8 +211,10 @@ def lines(name: str, starts: Sequence[Start]) -> list[str]:
 
 
 def stages(starts: Sequence[Start]) -> dict[str, tuple[float, float]]:
-    """Medians of begin and end, in the order of the first start. A stage ends with the last word about it, or where
-    the next one begins if that is later than its last word and nothing else runs beside it.
+    """Medians of begin and end, in the order of the first start.
+
+    Stages of the engine are as its log tells them. Others, and all of a server that tells none, end with the last word
+    about them, or where the next one begins if that is later and nothing else runs beside them.
     """
     closed = [_closed(start) for start in starts]
     names = [name for name in closed[0] if all(name in one for one in closed)]
@@ -223,7 +234,16 @@ def _closed(start: Start) -> Mapping[str, Stage]:
     for i, (name, stage) in enumerate(order):
         following = order[i + 1][1].begin if i + 1 < len(order) else start.ready
         found[name] = Stage(stage.begin, max(stage.end, following))
-    return found
+    if start.told is None or OPENING not in start.stages:
+        return found
+    origin = start.stages[OPENING].begin
+    before = {name: stage for name, stage in found.items() if stage.begin < origin}
+    phases = {phase.name: Stage(origin + phase.begin, origin + phase.end) for phase in start.told.phases}
+    return before | phases
+
+
+def _cpu_times(starts: Sequence[Start]) -> list[float]:
+    return [start.told.cpu for start in starts if start.told is not None]
 
 
 def record(name: str, starts: Sequence[Start]) -> dict[str, object]:
@@ -238,6 +258,7 @@ def record(name: str, starts: Sequence[Start]) -> dict[str, object]:
         f"{name}_startup_percentiles": {str(p): percentile(sorted(times), p) for p in PERCENTILES},
         f"median_{name}_first_token_time": _median(starts, "first_token"),
         f"{name}_first_token_times": [start.first_token for start in starts],
+        f"{name}_cpu_times": _cpu_times(starts),
         f"{name}_stages": {stage: list(times) for stage, times in stages(starts).items()},
     }
 
@@ -260,6 +281,7 @@ def _read(lines_of: TextIO, begin: float, start: Start, told: list[str]) -> None
             start.see(stage, time.perf_counter() - begin)
         elif stage:
             told.append(stage)
+            start.told = timeline.read(stage) or start.told
 
 
 def _health(port: int) -> tuple[int, str]:

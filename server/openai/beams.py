@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jaxserve.beam import Beam, BeamSearch, ask, check_width, next_logprobs
 from jaxserve.types import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams

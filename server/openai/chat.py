@@ -28,7 +28,8 @@ from server.openai.protocol import (
     Usage,
 )
 from server.openai.speaking import Speaker
-from server.openai.sse import EventStream, event
+from server.openai.sse import TEXT, EventStream, Template, event
+from server.parsers.events import Content, Event
 from server.racing import race
 from server.service import Service
 
@@ -80,6 +81,9 @@ async def _events(asked: ChatRequest, service: Service, names: Names) -> AsyncGe
     last, always = usage_chunks(asked.stream_options, service)
     count = job.count()
     speakers: dict[int, Speaker] = {}
+    plain = not asked.logprobs and not asked.return_token_ids and not always
+    """All that changes from chunk to chunk of content is its text."""
+    templates: dict[int, Template] = {}
 
     def chunk(choices: list[ChatChunkChoice], *, first: bool = False, ends: bool = False) -> bytes:
         told = job.usage(count, list(speakers.values())) if always or (last and ends) else None
@@ -105,8 +109,15 @@ async def _events(asked: ChatRequest, service: Service, names: Names) -> AsyncGe
                     speaker = speakers[piece.index] = job.speaker()
                     for i, hello in enumerate(_greeting(job, piece.index)):
                         yield chunk([hello], first=len(speakers) == 1 and i == 0)
+                    if plain:
+                        example = ChatChunkChoice(index=piece.index, delta=ChatDelta(content=TEXT))
+                        templates[piece.index] = Template(chunk([example]))
+                heard = speaker.hear(piece)
+                if plain and piece.finish_reason is None and len(heard) == 1 and isinstance(heard[0], Content):
+                    yield templates[piece.index].event(heard[0].text)
+                    continue
                 ends = output.finished and not last and piece is output.outputs[-1]
-                news = _pieces(job, speaker, piece)
+                news = _pieces(job, speaker, piece, heard)
                 for said in news:
                     yield chunk([said], ends=ends and said is news[-1])
     if last:
@@ -121,10 +132,10 @@ def _greeting(job: Job, index: int) -> list[ChatChunkChoice]:
     return [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
 
 
-def _pieces(job: Job, speaker: Speaker, piece: CompletionOutput) -> list[ChatChunkChoice]:
+def _pieces(job: Job, speaker: Speaker, piece: CompletionOutput, heard: list[Event]) -> list[ChatChunkChoice]:
     """What is new, then the end, if it has come. What is known of the tokens goes with the first of these."""
     with_ids = bool(job.request.return_token_ids)
-    deltas = speaker.deltas(speaker.hear(piece))
+    deltas = speaker.deltas(heard)
     if not deltas and piece.token_ids and (with_ids or piece.logprobs is not None):
         deltas = [ChatDelta()]
     found = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +23,7 @@ from server.openai.logprobs import Lines, joined, prompt_logprobs, trimmed
 from server.openai.params import sampling_params
 from server.openai.prompts import Prompt, Wish, answer_room, completion_prompts, truncated
 from server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from server.openai.sse import EventStream, event
+from server.openai.sse import TEXT, EventStream, Template, event
 from server.openai.structured import wanted
 from server.racing import race
 from server.service import Engine, Service
@@ -159,6 +160,10 @@ async def _events(asked: CompletionRequest, service: Service, names: Names) -> A
     count = job.count()
     speakers: dict[tuple[int, int], Speaker] = {}
     scores: dict[int, Sequence[TokenLogprobs | None] | None] = {}
+    plain = asked.logprobs is None and not asked.return_token_ids and not always
+    """All that changes from chunk to chunk is the text."""
+    templates: dict[tuple[int, int], Template] = {}
+    """Of choices that have begun."""
     running = len(job.prompts)
 
     def chunk(choices: list[CompletionChoice], usage: Usage | UnsetType | None, ends: bool) -> bytes:
@@ -180,13 +185,21 @@ async def _events(asked: CompletionRequest, service: Service, names: Names) -> A
             if output.prompt_logprobs is not None:
                 scores[i] = output.prompt_logprobs
             for piece in output.outputs:
-                speaker = speakers.get((i, piece.index))
+                at = i, piece.index
+                template = templates.get(at)
+                if template is not None and piece.text and piece.finish_reason is None:
+                    yield template.event(piece.text)
+                    continue
+                speaker = speakers.get(at)
                 if speaker is None:
-                    speaker = speakers[i, piece.index] = Speaker(job, i, piece.index)
+                    speaker = speakers[at] = Speaker(job, i, piece.index)
                 if speaker.has_news(piece):
                     usage = count.usage() if always else None if last else UNSET
                     ends = not running and not last and piece is output.outputs[-1]
                     yield chunk([speaker.choice(piece, scores.get(i))], usage, ends)
+                    if plain and template is None:
+                        example = CompletionChoice(index=speaker.index, text=TEXT)
+                        templates[at] = Template(chunk([example], None if last else UNSET, False))
     if last:
         yield chunk([], count.usage(), True)
 
@@ -213,7 +226,7 @@ class Speaker:
         asked = job.request
         self._job = job
         self._prompt = prompt
-        self._index = prompt * (asked.n or 1) + index
+        self.index = prompt * (asked.n or 1) + index
         self._first = True
         self._lines = Lines(
             job.engine.tokenizer,
@@ -236,7 +249,7 @@ class Speaker:
         prompt = self._job.prompts[self._prompt]
         wanted = None if scores is None or asked.prompt_logprobs is None else trimmed(scores, asked.prompt_logprobs)
         return CompletionChoice(
-            index=self._index,
+            index=self.index,
             text=self._job.texts[self._prompt] + piece.text if first else piece.text,
             logprobs=self._logprobs(piece, scores, first),
             finish_reason=piece.finish_reason,

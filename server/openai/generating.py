@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
-from jaxserve.types import CompletionOutput, InvalidRequest, RequestOutput, RequestTimes, SamplingParams
+from msgspec.structs import replace
+
+from jaxserve.types import CompletionOutput, InvalidRequest, RequestOutput, SamplingParams
 from server.errors import bad_request
 from server.openai import beams
 from server.openai.merging import merged
@@ -115,14 +117,13 @@ class Count:
     """Tokens and times so far. A prompt counts once, however many choices it has."""
 
     prompt: int
-    cached: dict[int, int] = field(default_factory=dict[int, int])
+    latest: dict[int, RequestOutput] = field(default_factory=dict[int, RequestOutput])
+    """Output of each prompt."""
     lengths: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """Of each choice of each prompt."""
-    times: dict[int, RequestTimes] = field(default_factory=dict[int, RequestTimes])
 
     def add(self, index: int, output: RequestOutput) -> None:
-        self.cached[index] = output.num_cached_tokens
-        self.times[index] = output.metrics
+        self.latest[index] = output
         for choice in output.outputs:
             at = index, choice.index
             self.lengths[at] = self.lengths.get(at, 0) + len(choice.token_ids)
@@ -133,7 +134,7 @@ class Count:
 
     def metrics(self) -> RequestMetrics:
         """Of all prompts together, which were all answered."""
-        times = self.times.values()
+        times = [output.metrics for output in self.latest.values()]
         arrival, last = min(t.arrival for t in times), max(t.last_token for t in times)
         begin, first = min(t.first_scheduled for t in times), min(t.first_token for t in times)
         gaps = max(self.lengths.values()) - 1
@@ -150,7 +151,7 @@ class Count:
             prompt_tokens=self.prompt,
             completion_tokens=self.completion,
             total_tokens=self.prompt + self.completion,
-            prompt_tokens_details=PromptTokensDetails(sum(self.cached.values())),
+            prompt_tokens_details=PromptTokensDetails(sum(output.num_cached_tokens for output in self.latest.values())),
         )
 
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import as_api_error, error_json
+from server.outside import direct_send
 from server.racing import ClientGone, cancel, race
 from server.service import Service
 
@@ -24,8 +25,24 @@ _HEADERS = [
 _encode = msgspec.json.Encoder().encode
 
 
+TEXT = "\0text\0"
+"""Stands for the text in a `Template`'s record."""
+_TEXT = _encode(TEXT)
+
+
 def event(record: msgspec.Struct) -> bytes:
     return b"data: " + _encode(record) + b"\n\n"
+
+
+class Template:
+    """Events that differ in one text only: encoded once, and cut where the text stands."""
+
+    def __init__(self, example: bytes) -> None:
+        """`example`: the event whose text is `TEXT`; nothing that a caller chooses may come after it."""
+        self._before, _, self._after = example.rpartition(_TEXT)
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
 
 
 class EventStream:
@@ -41,18 +58,19 @@ class EventStream:
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = direct_send(scope, send)
         try:
-            await race(self._pump(send), receive, self._service.stopping)
+            await race(self._pump(send, direct), receive, self._service.stopping)
         except ClientGone:
             return
         except Exception as error:
             if not self._started:
                 raise
-            await _send(send, b"data: " + error_json(as_api_error(error)) + b"\n\n")
-        await _send(send, DONE)
+            await direct(_more(b"data: " + error_json(as_api_error(error)) + b"\n\n"))
+        await direct(_more(DONE))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, direct: Send) -> None:
         silence = self._service.server.sse_keep_alive_interval
         stream = _with_comments(self._events, silence) if silence else self._events
         async with aclosing(self._events), aclosing(stream):
@@ -60,7 +78,7 @@ class EventStream:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await _send(send, data)
+                await direct(_more(data))
 
 
 async def _with_comments(events: AsyncGenerator[bytes], seconds: float) -> AsyncGenerator[bytes]:
@@ -82,5 +100,5 @@ async def _next(events: AsyncGenerator[bytes]) -> bytes | None:
     return await anext(events, None)
 
 
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+def _more(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}

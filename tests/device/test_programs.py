@@ -50,7 +50,7 @@ def called(parts: dict[str, str], name: str) -> Iterator[str]:
 @pytest.mark.parametrize("ways", [2, 4, 8])
 def test_two_all_reduces_a_layer_and_no_other_collective(eight_heads: Path, ways: int) -> None:
     launched = start(eight_heads, tensor_parallel_size=ways)
-    text = programs._lower_forward(launched.executor.shapes, 64).compile().as_text()
+    text = programs.forward(launched.executor.shapes, 64).lower().compile().as_text()
     assert text is not None
     assert Counter(re.findall(COLLECTIVES, layer_loop(text))) == {"all-reduce": 2}
     launched.engine.close()
@@ -67,10 +67,10 @@ def test_rows_and_pool_change_in_place(llama: Launched) -> None:
     """Everything donated is aliased, and no temporary is as large as the pool."""
     shapes = llama.executor.shapes
     pool = programs.nbytes(shapes.kv)
-    for lowered in (programs._lower_forward(shapes, 64), programs._lower_sample(shapes, 4, True)):
-        memory = lowered.compile().memory_analysis()
+    for program in (programs.forward(shapes, 64), programs.sample(shapes, 4, full=True)):
+        memory = program.lower().compile().memory_analysis()
         assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes - 4096
-    assert programs._lower_forward(shapes, 64).compile().memory_analysis().alias_size_in_bytes > pool
+    assert programs.forward(shapes, 64).lower().compile().memory_analysis().alias_size_in_bytes > pool
 
 
 def test_a_recompile_is_counted_and_may_be_an_error() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve import native
 from jaxserve.layers import attention
 from jaxserve.layers.attention import TILE, Batch
 
@@ -32,7 +33,10 @@ def batch(lengths: Sequence[int], counts: Sequence[int], tokens: int, rows: int)
             slots[at + i] = table[s, position // PAGE] * PAGE + position % PAGE
         at += count
     starts[len(lengths) :] = at
-    return Batch(*(jnp.asarray(x) for x in (starts, given, ends, table, slots)))
+    chunk, positions = np.zeros(tokens, np.int32), np.full(tokens, -1, np.int32)
+    chunk[:at] = np.repeat(np.arange(rows), given)
+    positions[:at] = np.arange(at) - starts[chunk[:at]] + (ends - given)[chunk[:at]]
+    return Batch(*(jnp.asarray(x) for x in (starts, given, ends, table, slots, chunk, positions)))
 
 
 def textbook(q: np.ndarray, kv: np.ndarray, b: Batch, window: int | None) -> np.ndarray:
@@ -67,10 +71,23 @@ STEPS = {
 }
 
 
+STATIC = ("scale", "uniform", "window", "kernels")
+
+
+@pytest.fixture(scope="module", params=["xla", "native"])
+def kernels(request, tmp_path_factory) -> native.Kernels | None:
+    if request.param == "xla":
+        return None
+    try:
+        return native.load(HEAD, GROUP, tmp_path_factory.mktemp("native"))
+    except native.NativeError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("window", [None, 1, 20, 140])
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("step", STEPS)
-def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> None:
+def test_equals_the_textbook(kernels, step: str, uniform: bool, window: int | None) -> None:
     lengths, counts = STEPS[step]
     rows = 6
     tokens = 80 if sum(counts) <= 80 else 400
@@ -78,12 +95,13 @@ def test_equals_the_textbook(step: str, uniform: bool, window: int | None) -> No
     kv = RNG.normal(size=(2 * PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(np.float32)
     q = RNG.normal(size=(tokens, KV_HEADS * GROUP, HEAD)).astype(np.float32)
     first = PAGES
-    run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
-    got = run(q, kv, b, jnp.int32(first), window=window, scale=HEAD**-0.5, uniform=uniform)
+    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
+    got = run(q, kv, b, jnp.int32(first), window=window, scale=HEAD**-0.5, uniform=uniform, kernels=kernels)
+    got = np.where(np.asarray(b.positions)[:, None, None] < 0, 0, got)
     np.testing.assert_allclose(got, textbook(q, kv[first:], b, window), atol=1e-5)
 
 
-def test_what_others_left_behind_the_end_does_not_matter() -> None:
+def test_what_others_left_behind_the_end_does_not_matter(kernels) -> None:
     """Not even NaN: pages are reused as they are."""
     b = batch([PAGE + 3, 5], [1, 5], 8, 4)
     kv = RNG.normal(size=(PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(np.float32)
@@ -92,8 +110,8 @@ def test_what_others_left_behind_the_end_does_not_matter() -> None:
     dirty[np.asarray(b.table)[0, 1], :, :, 3:] = np.nan
     dirty[np.asarray(b.table)[1, 0], :, :, 5:] = np.nan
     dirty[0] = np.nan
-    run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
-    clean, other = (run(q, pool, b, jnp.int32(0), window=None, scale=1.0) for pool in (kv, dirty))
+    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
+    clean, other = (run(q, pool, b, jnp.int32(0), window=None, scale=1.0, kernels=kernels)[:6] for pool in (kv, dirty))
     np.testing.assert_array_equal(clean, other)
 
 

@@ -34,10 +34,10 @@ def test_norm_works_in_float32_whatever_comes_in():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(bias: bool):
-    layer = Linear(12, (2, 3), ("embed", None, "mlp"), bias=bias, **F32)
+    layer = Linear(12, (2, 3), (None, "mlp", "embed"), bias=bias, **F32)
     if bias:
         layer.b[...] = jnp.asarray(DRAW.normal(size=(2, 3)), jnp.float32)
-    want = np.einsum("td,dab->tab", X, layer.w[...]) + (layer.b[...] if bias else 0)
+    want = np.einsum("td,abd->tab", X, layer.w[...]) + (layer.b[...] if bias else 0)
     np.testing.assert_allclose(layer(X), want, rtol=1e-4, atol=1e-5)
 
 
@@ -57,8 +57,8 @@ def test_query_heads_keep_their_order():
 
 def test_mlp():
     mlp = GatedMLP(12, 20, **F32)
-    gate, up = (X @ mlp.gate_up.w[...][:, i] for i in range(2))
-    want = (gate / (1 + np.exp(-gate)) * up) @ mlp.down.w[...]
+    gate, up = (X @ mlp.gate_up.w[...][i].T for i in range(2))
+    want = (gate / (1 + np.exp(-gate)) * up) @ mlp.down.w[...].T
     np.testing.assert_allclose(mlp(X), want, rtol=1e-4, atol=1e-5)
 
 

@@ -42,7 +42,7 @@ class ToyBlock(nnx.Module):
         keys = {"rngs": rngs, "dtype": jnp.float32}
         self.group, self.window = kind.group, kind.window
         self.qkv = qkv_linear(EMBED, HEADS, KV_HEADS, HEAD_DIM, **keys)
-        self.o = Linear(HEADS * HEAD_DIM, (EMBED,), ("heads", "embed"), **keys)
+        self.o = Linear(HEADS * HEAD_DIM, (EMBED,), ("embed", "heads"), **keys)
         self.norm, self.mlp = RMSNorm(EMBED, 1e-6), GatedMLP(EMBED, kind.mlp, **keys)
 
     def __call__(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from jaxserve.types import CompletionOutput, SamplingParams
 from tests.server.fake_engine import BOS, Choice, FakeEngine

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 
 from jaxserve.config import ServerConfig
@@ -440,7 +441,7 @@ def test_how_a_text_is_cut_does_not_matter(script: str) -> None:
         cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(12)))
         speaker = Speaker(manner(dialect_of(HERMES, None, None)), tokenizer)
         events = [e for a, b in zip([0, *cuts], cuts, strict=False) for e in speaker.hear(piece(text[a:b]))]
-        events += speaker.hear(replace(piece(text[cuts[-1] if cuts else 0 :]), finish_reason="stop"))
+        events += speaker.hear(msgspec.structs.replace(piece(text[cuts[-1] if cuts else 0 :]), finish_reason="stop"))
         said = speaker.message(events)
         assert (said.content, spoken(said.tool_calls)) == (message.content, spoken(message.tool_calls))
         assert speaker.finish("stop") == whole.finish("stop")

@@ -47,7 +47,7 @@ class Memory:
 
 class Layer(nnx.Module):
     def __init__(self, rngs, dtype):
-        self.w = leaf.param(rngs, (4, 2, 6), ("embed", None, "mlp"), dtype)
+        self.w = leaf.param(rngs, (2, 6, 4), (None, "mlp", "embed"), dtype)
         self.norm = leaf.gain(4, jnp.float32)
 
 
@@ -58,7 +58,7 @@ class Model(nnx.Module):
 
 
 def build(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.stack([a, b]), -1, 0)
+    return np.stack([a, b])
 
 
 SOURCES = [
@@ -99,8 +99,8 @@ def test_every_leaf_gets_its_values_and_its_place(checkpoint, ways):
     model = load(abstract(), SOURCES, checkpoint, mesh=mesh(ways))
     np.testing.assert_array_equal(model.embed.get_value(), checkpoint.tensors["embed"])
     np.testing.assert_array_equal(model.layers.w.get_value(), expected(checkpoint))
-    assert model.layers.w.get_value().sharding.spec == P(None, None, None, "tensor")
-    assert model.layers.w.get_metadata()["axes"] == ("embed", None, "mlp")
+    assert model.layers.w.get_value().sharding.spec == P(None, None, "tensor", None)
+    assert model.layers.w.get_metadata()["axes"] == (None, "mlp", "embed")
     assert {s.data.shape for s in model.embed.get_value().addressable_shards} == {(8 // ways, 4)}
 
 

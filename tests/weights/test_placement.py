@@ -14,8 +14,8 @@ from jaxserve.weights.placement import shardings, slots, spec
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.qkv = leaf.param(rngs, (4, 6, 5), ("embed", "kv_heads", None), jnp.float32)
-        self.down = leaf.param(rngs, (12, 4), ("mlp", "embed"), jnp.float32)
+        self.qkv = leaf.param(rngs, (6, 5, 4), ("kv_heads", None, "embed"), jnp.float32)
+        self.down = leaf.param(rngs, (4, 12), ("embed", "mlp"), jnp.float32)
 
 
 class Model(nnx.Module):
@@ -59,7 +59,7 @@ def test_slots_are_the_leaves_in_order(model):
 
 def test_shardings_one_for_each_leaf(model):
     specs = [s.spec for s in shardings(model, mesh(2))]
-    want = [P("tensor", None), P(None, "tensor", None), P(None, None, "tensor", None), P(None, None)]
+    want = [P("tensor", None), P(None, None, "tensor"), P(None, "tensor", None, None), P(None, None)]
     assert specs == want
 
 

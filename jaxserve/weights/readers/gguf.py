@@ -165,6 +165,9 @@ class _Fields(Mapping[str, object]):
     def __getitem__(self, key: str) -> object:
         return self._fields[key].contents()
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 

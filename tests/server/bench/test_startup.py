@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.observe.timeline import Phase, Told
 from server.bench.command import BenchError
-from server.bench.startup import Stage, Start, Starter, lines, measure, record, stages
+from server.bench.startup import OPENING, Stage, Start, Starter, lines, measure, record, stages
 from server.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +80,25 @@ def test_stages_are_medians_and_have_no_gaps_between_them() -> None:
         "loading": (3, 6),
         "compiling": (3.5, 10.0),
     }
+
+
+def test_what_the_engine_tells_beats_what_is_seen() -> None:
+    told = Told((Phase("opening", 0.1, 0.4), Phase("weights", 0.3, 2.5)), 4.2)
+    seen = {
+        "listening": Stage(0, 1),
+        "importing jax": Stage(1, 1),
+        OPENING: Stage(2, 2),
+        "loading weights": Stage(3, 3),
+    }
+    starts = [Start(seen, 5.0, 6.0, told)]
+    assert stages(starts) == {
+        "listening": (0, 1),
+        "importing jax": (1, 2),
+        "opening": (2.1, 2.4),
+        "weights": (2.3, 4.5),
+    }
+    assert lines("warm", starts)[3].split() == ["CPU", "until", "ready", "(s):", "4.20"]
+    assert record("warm", starts)["warm_cpu_times"] == [4.2]
 
 
 def test_the_table_and_the_record() -> None:

@@ -1,0 +1,120 @@
+"""The native kernels: products against plain sums, what they do not take, and how they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import native
+from jaxserve.layers.linear import Linear
+from jaxserve.weights import leaf
+from jaxserve.weights.native import NativeWeight, in_place
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder) -> native.Kernels:
+    try:
+        return native.load(16, 2, folder)
+    except native.NativeError as error:
+        pytest.skip(str(error))
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
+
+
+def product(x: jax.Array, w: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 100])
+@pytest.mark.parametrize(("depth", "out"), [(32, 16), (96, 48), (64, 112)])
+def test_a_product_is_the_sum_over_one_layer(kernels, rows: int, depth: int, out: int) -> None:
+    x, w = draw(rows, depth), draw(3, out, depth)
+    run = jax.jit(native.multiply, static_argnames="dtype")
+    for layer in range(3):
+        got = run(x, w, jnp.int32(layer), dtype=jnp.float32)
+        np.testing.assert_allclose(got, product(x, w[layer]), rtol=1e-5, atol=1e-4)
+        narrow = run(x, w, jnp.int32(layer), dtype=jnp.bfloat16)
+        np.testing.assert_array_equal(narrow, got.astype(jnp.bfloat16))
+
+
+def test_a_row_does_not_depend_on_the_others(kernels) -> None:
+    x, w = draw(70, 64), draw(1, 32, 64)
+    run = jax.jit(native.multiply, static_argnames="dtype")
+    whole = run(x, w, jnp.int32(0), dtype=jnp.float32)
+    for some in (slice(0, 1), slice(5, 25), slice(69, 70)):
+        np.testing.assert_array_equal(whole[some], run(x[some], w, jnp.int32(0), dtype=jnp.float32))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        keys = {"rngs": rngs, "dtype": jnp.bfloat16}
+        self.wide = Linear(64, (2, 16), (None, "mlp", "embed"), bias=True, **keys)
+        self.odd = Linear(24, (16,), ("mlp", "embed"), **keys)
+        self.gain = leaf.gain(64, jnp.float32)
+
+
+def test_what_the_kernel_does_not_take_stays_an_array(kernels) -> None:
+    kernels = dataclasses.replace(kernels, rows=8)
+    model = Model(nnx.Rngs(0))
+    found = in_place(model, kernels)
+    assert isinstance(found.wide.w.get_value(), NativeWeight)
+    assert not isinstance(found.odd.w.get_value(), NativeWeight), "24 is no multiple of what the kernel reads at once"
+    assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(found), strict=True))
+    assert not isinstance(
+        in_place(
+            jax.eval_shape(lambda: Linear(64, (16,), ("mlp", "embed"), rngs=nnx.Rngs(0), dtype=jnp.float32)), kernels
+        ).w.get_value(),
+        NativeWeight,
+    )
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_a_native_weight_is_the_array_to_the_model(kernels, rows: int) -> None:
+    """Below and above the rows that the kernel is for."""
+    model = Model(nnx.Rngs(0))
+    x = draw(rows, 64)
+    got = in_place(model, dataclasses.replace(kernels, rows=8)).wide(x)
+    assert got.shape == (rows, 2, 16) and got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), model.wide(x).astype(jnp.float32), rtol=0.02, atol=0.02)
+
+
+def test_a_library_is_compiled_once(kernels, folder) -> None:
+    made = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    native.load.cache_clear()
+    assert native.load(16, 2, folder) == kernels
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == made
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_compiler_that_fails_is_an_error_with_its_words(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "cc", "echo 'x.cc:1: error: no such thing' >&2; exit 1"))
+    with pytest.raises(native.NativeError, match=r"failed: .*no such thing"):
+        native.load(16, 2, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    with pytest.raises(native.NativeError, match=r"install g\+\+ or clang"):
+        native.load(16, 2, tmp_path)
