@@ -26,6 +26,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Policy = Literal["fcfs", "priority"]
 OnRecompile = Literal["warn", "error"]
 LoadFormat = Literal["auto", "dummy"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 CpuKernels = Literal["auto", "native", "xla"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -53,12 +54,17 @@ class EngineConfig:
     load_format: LoadFormat = _option(
         "auto", "how the weights come: from the checkpoint (auto), or random and made on the device (dummy), to measure"
     )
-    dtype: Dtype = _option("auto", "of weights, activations and KV; auto keeps the checkpoint's")
+    dtype: Dtype = _option(
+        "auto", "of weights, activations and, unless kv_cache_dtype says otherwise, KV; auto keeps the checkpoint's"
+    )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "longest sequence, prompt and answer; unset: the model's own; auto: what memory allows; 8k is 8192"
     )
     gpu_memory_utilization: float = _option(0.92, "share of the device memory that this engine may use")
     kv_cache_memory_bytes: int | None = _option(None, "size of the KV pool, instead of gpu_memory_utilization")
+    kv_cache_dtype: KvCacheDtype = _option(
+        "auto", "of keys and values: that of dtype (auto), or 8 bits each (fp8 or fp8_e4m3)"
+    )
     block_size: int = _option(16, "tokens in a page of KV")
     max_num_seqs: int | None = _option(None, "sequences in a step; default 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int | None = _option(None, "tokens in a step; default 512 on a CPU, 8192 on a GPU")
@@ -115,6 +121,7 @@ class EngineConfig:
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("cpu_kernels", self.cpu_kernels, ("auto", "native", "xla"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -219,7 +226,7 @@ class ServerConfig:
 NOT_SERVED: frozenset[str] = frozenset(
     """tokenizer_mode trust_remote_code hf_overrides model_impl skip_tokenizer_init
     logprobs_mode runner convert download_dir safetensors_load_strategy max_parallel_loading_workers
-    prefix_caching_hash_algo prefix_match_unit kv_cache_dtype kv_cache_dtype_skip_layers kv_offloading_size
+    prefix_caching_hash_algo prefix_match_unit kv_cache_dtype_skip_layers kv_offloading_size
     kv_offloading_backend cpu_offload_gb enforce_eager disable_sliding_window max_num_active_seqs
     long_prefill_token_threshold async_scheduling stream_interval watermark scheduler_reserve_full_isl
     prefill_schedule_interval scheduler_cls cudagraph_capture_sizes

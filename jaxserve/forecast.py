@@ -7,12 +7,14 @@ length of the sequences, which no program knows. Compiles; loads no weight and r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.chips import Chip, Device
@@ -189,7 +191,7 @@ def _batches(rows: int) -> Sequence[int]:
 def _step(shapes: Shapes, made: Mapping[str, Program], chip: Chip | None, batch: int, context: int) -> StepTime:
     tokens = next(t for t in shapes.buckets.tokens if t >= batch)
     rows = next(r for r in shapes.buckets.rows if r >= batch)
-    pools = frozenset(tuple(a.sharding.shard_shape(a.shape)) for a in shapes.kv)
+    pools = frozenset(dims for a in shapes.kv for dims in _views(a))
     parts = [made[f"forward {tokens}"].module, made[f"sample {rows}"].module]
     kept = programlib.nbytes(shapes.kv) // (shapes.step.pages[0] * shapes.step.page)
     moved = sum(part.moved(without=pools) for part in parts) + batch * context * kept
@@ -199,3 +201,9 @@ def _step(shapes: Shapes, made: Mapping[str, Program], chip: Chip | None, batch:
     times = {"memory": moved / chip.bandwidth, "compute": flops / chip.peak}
     bound = max(times, key=lambda name: times[name])
     return StepTime(batch, context, moved, flops, times[bound], bound)
+
+
+def _views(pool: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], ...]:
+    """The pool's dims on one device, as XLA's attention and as the kernel see them."""
+    own = tuple(pool.sharding.shard_shape(pool.shape))
+    return own, (math.prod(own[:-2]), *own[-2:])

@@ -157,6 +157,7 @@ class _Model:
     config: DecoderConfig
     abstract: nnx.Module
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype
     mesh: Mesh
     groups: tuple[CacheGroup, ...]
 
@@ -169,7 +170,8 @@ class _Model:
         decoder = DecoderConfig.from_hf(described, ways=config.tensor_parallel_size, tied=tied)
         dtype = _dtype(config, described)
         abstract = jax.eval_shape(functools.partial(_built, family, decoder, dtype, config.quantization))
-        return _Model(family, decoder, abstract, dtype, mesh, tuple(family.cache_groups(decoder)))
+        kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.uint8  # the bits of float8_e4m3fn
+        return _Model(family, decoder, abstract, dtype, kv_dtype, mesh, tuple(family.cache_groups(decoder)))
 
     @property
     def device(self) -> jax.Device:
@@ -183,7 +185,7 @@ class _Model:
         """Of one page in every cache group, on one device."""
         ways = self.mesh.size
         per = [g.layers * page * 2 * g.kv_heads // ways * g.head_dim for g in self.groups]
-        return sum(per) * jnp.dtype(self.dtype).itemsize
+        return sum(per) * jnp.dtype(self.kv_dtype).itemsize
 
     def weight_bytes(self) -> int:
         """On one device."""
@@ -344,12 +346,18 @@ def _kernels(config: EngineConfig, model: _Model) -> native.Kernels | None:
     if model.on_gpu or config.cpu_kernels == "xla" or jnp.dtype(model.dtype) == jnp.float16:
         return None
     try:
-        return native.load(c.head_dim, c.heads // c.kv_heads, Path(cache_dir(config) or tempfile.gettempdir()))
+        kernels = native.load(c.head_dim, c.heads // c.kv_heads, Path(cache_dir(config) or tempfile.gettempdir()))
     except native.NativeError as error:
         if config.cpu_kernels == "native":
             raise ValueError(f"cpu_kernels native: {error}") from None
         log.warning("attention and bfloat16 products run in plain XLA, several times slower: %s", error)
         return None
+    if not kernels.attends(model.kv_dtype):
+        reason = f"the native attention takes no KV in {config.kv_cache_dtype}"
+        if config.cpu_kernels == "native":
+            raise ValueError(f"cpu_kernels native: {reason}; set kv_cache_dtype or cpu_kernels to auto")
+        _warn_once(f"attention runs in plain XLA, several times slower: {reason}")
+    return kernels
 
 
 def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
@@ -364,15 +372,18 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
     )
     kv = tuple(
         jax.ShapeDtypeStruct(
-            (g.layers * pages, 2, g.kv_heads, page, g.head_dim), model.dtype, sharding=meshes.split_heads(model.mesh)
+            (g.layers * pages, 2, g.kv_heads, page, g.head_dim), model.kv_dtype, sharding=meshes.split_heads(model.mesh)
         )
         for g in model.groups
     )
     kernels = _kernels(config, model)
+    abstract = model.abstract
+    if kernels is not None and model.mesh.size == 1:
+        abstract = in_place(abstract, kernels)
     top = c.vocab if config.max_logprobs < 0 else min(config.max_logprobs, c.vocab)
     return Shapes(
         step=StepShape(
-            model=jax.tree.structure(model.abstract if kernels is None else in_place(model.abstract, kernels)),
+            model=jax.tree.structure(abstract),
             page=page,
             pages=(pages,) * len(kv),
             vocab=c.vocab,
@@ -401,7 +412,7 @@ def _attention_unit(model: _Model, page: int) -> int | None:
         size=c.head_dim,
         page=page,
         dtype=model.dtype,
-        kv_dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         device=model.device,
     )
     if reason is None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxserve import __version__
-from server import chat_cli, flags, plan_cli
+from server import chat_cli, flags, huge_pages, plan_cli
 from server.bench import command as bench_cli
 from server.serving import serve
 
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     plan_cli.add_flags(plan_parser)
+    if argv is None and words[:1] in (["serve"], ["bench"]):
+        huge_pages.start_with()
     match words[:1]:
         case ["serve"]:
             return serve(*flags.read_flags(serve_parser, words[1:]))

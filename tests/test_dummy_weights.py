@@ -41,7 +41,7 @@ def test_weights_are_made_where_there_are_none(tmp_path: Path, caplog: pytest.Lo
     leaves = {jax.tree_util.keystr(p): np.asarray(a) for p, a in jax.tree_util.tree_leaves_with_path(launched.model)}
     qkv = next(array for path, array in leaves.items() if "qkv" in path)
     gain = next(array for path, array in leaves.items() if "norm1" in path)
-    assert abs(qkv.std() * qkv.shape[1] ** 0.5 - 1) < 0.1 and not np.array_equal(qkv[0], qkv[1])
+    assert abs(qkv.std() * qkv.shape[-1] ** 0.5 - 1) < 0.1 and not np.array_equal(qkv[0], qkv[1])
     assert (gain == 1).all()
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     engine.add(Request("a", (1, 2, 3), params, None, 0))

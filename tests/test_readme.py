@@ -148,7 +148,8 @@ def test_metrics_that_the_readme_names(server: Running):
 
 
 def test_flags_that_the_readme_names():
-    helped = _run(str(Path(sys.executable).with_name("jaxserve")), "serve", "--help")
+    command = str(Path(sys.executable).with_name("jaxserve"))
+    helped = _run(command, "serve", "--help") + _run(command, "plan", "--help")
     named = re.findall(r"`(--[a-z-]+)`", README)
     assert named
     assert [flag for flag in named if flag not in helped] == []

@@ -25,6 +25,9 @@ from jaxserve.sampling.params import RowLimits, RowText, Wants
 from pallas_kernels import paged_attention
 
 AXIS = "tensor"
+LEAST = 2
+"""Tokens or rows that a program computes at least. XLA takes one alone for a vector or a slice: it widens whole weights
+to multiply them, and gathers what is split over devices to look one row up."""
 
 KV = tuple[Float[Array, "layers*pages 2 K page H"], ...]
 
@@ -92,6 +95,8 @@ def forward(
     """
     model: Decoder = jax.tree.unflatten(shape.model, leaves)
     given, row_of, counts, entries = _unpack(packed, tokens, chunks)
+    width = max(tokens, LEAST)
+    given = jnp.pad(given, (0, width - tokens), constant_values=-1)
     rows = dataclasses.replace(
         rows,
         pages=tuple(
@@ -103,7 +108,7 @@ def forward(
     )
     ends = jnp.cumsum(counts)
     starts = ends - counts
-    t = jnp.arange(tokens)
+    t = jnp.arange(width)
     chunk = jnp.minimum(jnp.searchsorted(ends, t, side="right", method="compare_all"), chunks - 1)
     live = t < ends[-1]
     row = row_of[chunk]
@@ -133,7 +138,7 @@ def forward(
         rows,
         kv,
         Work(
-            hidden=jax.lax.dynamic_update_slice(work.hidden, x.astype(work.hidden.dtype), (0, 0)),
+            hidden=jax.lax.dynamic_update_slice(work.hidden, x[:tokens].astype(work.hidden.dtype), (0, 0)),
             picked=jax.lax.dynamic_update_slice(work.picked, picked.astype(work.picked.dtype), (0, 0)),
         ),
     )
@@ -246,6 +251,13 @@ def sample(
     `packed`: row i32[count] (the spare row: none), then the `WANTS` as 0 or 1. The plain form knows greedy and
     temperature only; the full one takes `masks` of what each chunk may say in this step.
     """
+    if count < LEAST:
+        spare = jnp.full(LEAST - count, rows.computed.shape[0] - 1, jnp.int32)
+        packed = jnp.concatenate([packed[:count], spare, packed[count:]])
+        masks = None if masks is None else jnp.pad(masks, ((0, LEAST - count), (0, 0)), constant_values=-1)
+        picked = jnp.pad(picked[:count], ((0, LEAST - count), (0, 0)))
+        rows, out = sample(shape, LEAST, leaves, rows, picked, packed, masks)
+        return rows, jax.tree.map(lambda a: a[:count], out)
     model: Decoder = jax.tree.unflatten(shape.model, leaves)
     row, flags = packed[:count], packed[count:]
     logits = model.logits(picked[:count])

@@ -6,6 +6,10 @@ reduction; never knows a layer's weights, a scheduler, or how pages are chosen.
 The keys of a sequence are read in tiles of `TILE` tokens from position 0 on, and a token's tiles are always added in
 that order by one online softmax (Milakov and Gimelshein, arXiv:1805.02867), whether the token is decoded alone or
 enters with a long prompt. A tile that a token may not see changes nothing, bit for bit.
+
+A pool of uint8 holds the bits of float8_e4m3fn: keys and values divided by a scale for each KV head, which is 1 unless
+given; what is too large is kept as the largest there is. XLA on CPUs gathers and scatters integers in place, but 8-bit
+floats by converting the whole pool, there and back.
 """
 
 from __future__ import annotations
@@ -29,6 +33,10 @@ SHORT = 16
 """Longest chunk whose tokens the native kernel takes one by one."""
 
 Window = int | Int[Array, ""] | None
+Scales = Float[Array, "2 K"] | None
+"""float32, of the keys and of the values of each KV head; None: 1."""
+FLOAT8 = jnp.float8_e4m3fn
+"""What the integers of a pool in 8 bits stand for."""
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +64,21 @@ class Batch:
 
 
 def append(
-    kv: Float[Array, "pages 2 K page H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
+    kv: Float[Array, "pages 2 K page H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Int[Array, " T"],
+    scales: Scales = None,
 ) -> Float[Array, "pages 2 K page H"]:
     """Writes the step's keys and values in place (the pool is donated or carried)."""
     page, offset = slots // kv.shape[3], slots % kv.shape[3]
-    return kv.at[page, :, :, offset].set(jnp.stack([k, v], 1).astype(kv.dtype), mode="drop")
+    new = jnp.stack([k, v], 1)
+    if scales is not None:
+        new = new / scales[:, :, None]
+    if kv.dtype == jnp.uint8:
+        most = float(jnp.finfo(FLOAT8).max)
+        new = lax.bitcast_convert_type(jnp.clip(new, -most, most).astype(FLOAT8), jnp.uint8)
+    return kv.at[page, :, :, offset].set(new.astype(kv.dtype), mode="drop")
 
 
 def paged_attention(
@@ -71,6 +89,7 @@ def paged_attention(
     *,
     window: Window,
     scale: float,
+    scales: Scales = None,
     uniform: bool = False,
     kernels: native.Kernels | None = None,
 ) -> Float[Array, "T N H"]:
@@ -79,31 +98,31 @@ def paged_attention(
     `first` is added to every page number: where the layer's pages begin in the pool. The cost follows the real
     lengths, not the padding: the loops run as often as the longest sequence needs. Sequences that decode one token
     are computed side by side, longer chunks in query tiles one after the other; `uniform` takes the second way for
-    all, so that a token's bits do not depend on how it came in. With native `kernels` they compute the tokens of
-    short chunks, and all tokens where `uniform` is asked for.
+    all, so that a token's bits do not depend on how it came in. Native `kernels` that take such a pool compute the
+    tokens of short chunks, and all tokens where `uniform` is asked for.
     """
     if batch.units is not None:
         where = batch.starts, batch.counts, batch.lengths, batch.table, first
-        return pallas.paged_attention(q, kv, *where, window=window, scale=scale, units=batch.units)
+        return pallas.paged_attention(q, kv, *where, window=window, scale=scale, kv_scales=scales, units=batch.units)
     tokens, heads, size = q.shape
     kv_heads = kv.shape[2]
-    if kernels is not None:
+    if kernels is not None and kernels.attends(kv.dtype):
         alone = (batch.counts > 0) if uniform else (batch.counts > 0) & (batch.counts <= SHORT)
         at = jnp.where(alone[batch.chunk], batch.positions, -1)
-        one = kernels.attend(q, kv, batch.table, batch.chunk, at, first, window, scale).astype(kv.dtype)
+        one = kernels.attend(q, kv, batch.table, batch.chunk, at, first, window, scale).astype(q.dtype)
         if uniform:
             return one
         rest = jnp.where(alone, 0, batch.counts)
-        many = _in_tiles(q, kv, batch, batch.table + first, rest, QUERIES, window, scale)
+        many = _in_tiles(q, kv, batch, batch.table + first, rest, QUERIES, window, scale, scales)
         return jnp.where((at >= 0)[:, None, None], one, many)
     table = batch.table + first
     left = jnp.where((batch.counts > 0) if uniform else (batch.counts > 1), batch.counts, 0)
-    out = _in_tiles(q, kv, batch, table, left, QUERIES[uniform:], window, scale)
+    out = _in_tiles(q, kv, batch, table, left, QUERIES[uniform:], window, scale, scales)
     if not uniform:
         grouped = q.reshape(tokens, kv_heads, heads // kv_heads, size)
-        one = _one_query(grouped, kv, batch, table, window, scale)
+        one = _one_query(grouped, kv, batch, table, window, scale, scales)
         at = jnp.where(batch.counts == 1, batch.starts, tokens)
-        out = out.at[at].set(one.reshape(-1, heads, size), mode="drop")
+        out = out.at[at].set(one.reshape(-1, heads, size).astype(q.dtype), mode="drop")
     return out
 
 
@@ -116,6 +135,7 @@ def _in_tiles(
     widths: Sequence[int],
     window: Window,
     scale: float,
+    scales: Scales,
 ) -> Float[Array, "T N H"]:
     """The first `left` tokens of each chunk in query tiles, the widest first; zero for the others."""
     tokens, heads, size = q.shape
@@ -126,7 +146,7 @@ def _in_tiles(
     out = jnp.zeros_like(padded)
     for width in widths:
         some = left if width == widths[-1] else left // width * width
-        out = _many_queries(out, padded, kv, batch, table, done, some, width, window, scale)
+        out = _many_queries(out, padded, kv, batch, table, done, some, width, window, scale, scales)
         done, left = done + some, left - some
     return out[:tokens].reshape(tokens, heads, size)
 
@@ -138,8 +158,9 @@ def _one_query(
     table: Int[Array, "S P"],
     window: Window,
     scale: float,
+    scales: Scales,
 ) -> Float[Array, "S K G H"]:
-    """The chunks of one token, side by side: as many rounds as the longest of them has tiles."""
+    """The chunks of one token, side by side, in float32: as many rounds as the longest of them has tiles."""
     q = q[jnp.minimum(batch.starts, q.shape[0] - 1)].astype(jnp.float32) * scale
     at = jnp.where(batch.counts == 1, batch.lengths - 1, -1)
     low = _first_visible(at, window)
@@ -149,13 +170,13 @@ def _one_query(
         pages = lax.dynamic_slice_in_dim(table, i * per, per, 1)
         key = i * TILE + jnp.arange(TILE)
         seen = (key <= at[:, None]) & (key >= low[:, None])
-        k, v = _read(kv, pages, seen)
+        k, v = _read(kv, pages, seen, scales)
         scores = jnp.einsum("skgh,skch->skgc", q, k)
         return carry.add(scores, seen[:, None, None], lambda p: jnp.einsum("skgc,skch->skgh", p, v))
 
     begin = jnp.min(jnp.where(at >= 0, low, jnp.iinfo(jnp.int32).max)) // TILE
     end = (jnp.max(at) + TILE) // TILE
-    return lax.fori_loop(jnp.minimum(begin, end), end, tile, _Sums.zero(q)).value().astype(kv.dtype)
+    return lax.fori_loop(jnp.minimum(begin, end), end, tile, _Sums.zero(q)).value()
 
 
 def _many_queries(
@@ -169,6 +190,7 @@ def _many_queries(
     width: int,
     window: Window,
     scale: float,
+    scales: Scales,
 ) -> Float[Array, "Tq K G H"]:
     """`counts` tokens of each chunk, behind the first `skipped`, in query tiles of one sequence each, put into `out`.
 
@@ -191,7 +213,7 @@ def _many_queries(
         def tile(i: Int[Array, ""], carry: _Sums) -> _Sums:
             pages = lax.dynamic_slice(table, (s, i * per), (1, per))
             key = i * TILE + jnp.arange(TILE)
-            k, v = _read(kv, pages, ((key < batch.lengths[s]) & (key >= low[0]))[None])
+            k, v = _read(kv, pages, ((key < batch.lengths[s]) & (key >= low[0]))[None], scales)
             scores = jnp.einsum("kgqh,kch->kgqc", queries, k[0])
             seen = (key <= at[:, None]) & (key >= low[:, None])
             return carry.add(scores, seen[None, None], lambda p: jnp.einsum("kgqc,kch->kgqh", p, v[0]))
@@ -211,7 +233,7 @@ def _first_visible(at: Int[Array, "..."], window: Window) -> Int[Array, "..."]:
 
 
 def _read(
-    kv: Float[Array, "pages 2 K page H"], pages: Int[Array, "S per"], valid: Bool[Array, "S C"]
+    kv: Float[Array, "pages 2 K page H"], pages: Int[Array, "S per"], valid: Bool[Array, "S C"], scales: Scales
 ) -> tuple[Float[Array, "S K C H"], Float[Array, "S K C H"]]:
     """Keys and values of one tile a sequence, in float32; values that are not the sequence's own read as zero.
 
@@ -226,7 +248,12 @@ def _read(
         rows.at[first + part * heads].get(mode="promise_in_bounds").reshape(len(pages), heads, TILE, size)
         for part in (0, 1)
     )
-    return keys.astype(jnp.float32), jnp.where(valid[:, None, :, None], values, 0).astype(jnp.float32)
+    if kv.dtype == jnp.uint8:
+        keys, values = (lax.bitcast_convert_type(x, FLOAT8) for x in (keys, values))
+    keys, values = keys.astype(jnp.float32), jnp.where(valid[:, None, :, None], values, 0).astype(jnp.float32)
+    if scales is None:
+        return keys, values
+    return keys * scales[0, :, None, None], values * scales[1, :, None, None]
 
 
 @jax.tree_util.register_dataclass

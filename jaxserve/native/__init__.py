@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs, where XLA's own do worst: paged attention of single tokens, bfloat16 products.
+"""Kernels in C++ for CPUs, where XLA's own do worst: paged attention of single tokens, products with weights.
 
 They are compiled for this processor by its C++ compiler when an engine first needs them, kept in the cache, and called
 by XLA (`jax.ffi`) on XLA's threads. Without a compiler everything is done in plain XLA, which the log says.
@@ -15,16 +15,17 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cc", "matmul.cc")
+MULTIPLY = "jaxserve_multiply"
+"""XLA's name of it."""
 COMPILERS = ("c++", "g++", "clang++")
 # Of what -ffast-math stands for, all but the part that changes how the whole process treats small numbers.
 MATHS = ("math-errno", "trapping-math", "signed-zeros")
@@ -34,10 +35,10 @@ FLAGS = (
 )
 TIMEOUT = 120
 """Seconds that the compiler may take."""
-ALIGN = 32
-"""Elements: a product's depth must be a multiple of it."""
+ALIGN = 64
+"""Bytes: a product's depth must be a multiple of it."""
 OUT = 16
-"""Elements: a product's width must be a multiple of it."""
+"""A product's width must be a multiple of it."""
 
 
 class NativeError(RuntimeError):
@@ -52,18 +53,22 @@ class Kernels:
     group: int
     rows: int
     """Most rows of a bfloat16 product that `multiply` takes less time for than XLA; 0: it cannot run here."""
+    int8_rows: int
+    """The same of an int8 product."""
 
     @property
     def attend_name(self) -> str:
-        return f"jaxserve_attend_{self.group}x{self.head_dim}"
+        return attend_name(self.head_dim, self.group)
 
     def attends(self, dtype: jnp.dtype) -> bool:
         """Whether `attend` takes a pool of this type."""
         return dtype in (jnp.float32, jnp.bfloat16)
 
-    def multiplies(self, depth: int, out: int, dtype: jnp.dtype) -> bool:
-        """Whether `multiply` takes weights [out, depth] of this type, for up to `rows` rows."""
-        return self.rows > 0 and dtype == jnp.bfloat16 and depth % ALIGN == 0 and out % OUT == 0
+    def multiplies(self, depth: int, out: int, dtype: jnp.dtype) -> int:
+        """The most rows that `multiply` is for with weights [out, depth] of this type; 0: it does not take them."""
+        if depth * jnp.dtype(dtype).itemsize % ALIGN or out % OUT:
+            return 0
+        return {jnp.dtype(jnp.bfloat16): self.rows, jnp.dtype(jnp.int8): self.int8_rows}.get(jnp.dtype(dtype), 0)
 
     def attend(
         self,
@@ -86,17 +91,23 @@ class Kernels:
         return call(q.astype(jnp.float32) * scale, kv, table, chunk, at, where)
 
 
+def attend_name(head_dim: int, group: int) -> str:
+    return f"jaxserve_attend_{group}x{head_dim}"
+
+
 def multiply(
-    x: Float[Array, "T D"], w: Float[Array, "layers out D"], layer: Int[Array, ""], dtype: jnp.dtype
-) -> Float[Array, "T out"]:
-    """`x` times one layer of `w`, contracted over D and summed in float32, without a copy of the layer."""
-    call = jax.ffi.ffi_call("jaxserve_multiply", jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype))
+    x: Num[Array, "T D"], w: Num[Array, "layers out D"], layer: Int[Array, ""], dtype: jnp.dtype
+) -> Num[Array, "T out"]:
+    """`x` times one layer of `w`, contracted over D, without a copy of the layer.
+
+    bfloat16 is summed in float32, the result is that or bfloat16; int8 is summed in int32.
+    """
+    call = jax.ffi.ffi_call(MULTIPLY, jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype))
     return call(x, w, jnp.asarray(layer, jnp.int32)[None])
 
 
-@cache
 def load(head_dim: int, group: int, folder: Path) -> Kernels:
-    """Compiles the kernels, or finds them in `folder`, and makes them known to XLA.
+    """Compiles the kernels, or finds them in `folder` or in this process, and makes them known to XLA.
 
     Raises:
         NativeError: there is no compiler, or it fails.
@@ -104,33 +115,41 @@ def load(head_dim: int, group: int, folder: Path) -> Kernels:
     compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
     if compiler is None:
         raise NativeError("no C++ compiler was found (set CXX, or install g++ or clang)")
-    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
-    given = (f"-DJAXSERVE_HEAD_DIM={head_dim}", f"-DJAXSERVE_GROUP={group}")
-    command = (compiler, *FLAGS, native, *given, "-isystem", jax.ffi.include_dir())
-    library = ctypes.CDLL(str(_compiled(command, folder)))
-    library.jaxserve_multiply_rows.restype = ctypes.c_int64
-    kernels = Kernels(head_dim, group, library.jaxserve_multiply_rows())
-    jax.ffi.register_ffi_target(kernels.attend_name, jax.ffi.pycapsule(library.jaxserve_attend), platform="cpu")
-    jax.ffi.register_ffi_target("jaxserve_multiply", jax.ffi.pycapsule(library.jaxserve_multiply), platform="cpu")
-    return kernels
+    sizes = (f"-DJAXSERVE_HEAD_DIM={head_dim}", f"-DJAXSERVE_GROUP={group}")
+    with _lock:
+        _register(attend_name(head_dim, group), "jaxserve_attend", "attention.cc", (compiler, *sizes), folder)
+        rows = _register(MULTIPLY, "jaxserve_multiply", "matmul.cc", (compiler,), folder).jaxserve_multiply_rows
+    rows.argtypes, rows.restype = [ctypes.c_bool], ctypes.c_int64
+    return Kernels(head_dim, group, rows(False), rows(True))
 
 
-def _compiled(command: tuple[str, ...], folder: Path) -> Path:
-    """The library that `command` makes, in a file named after everything that it depends on."""
-    parts = [*(path.read_bytes() for path in sorted(HERE.glob("*.[ch]*"))), repr(command).encode(), _processor()]
-    path = folder / f"kernels-{hashlib.sha256(b'\0'.join(parts)).hexdigest()[:32]}.so"
+_lock = threading.Lock()
+_libraries: dict[str, ctypes.CDLL] = {}
+"""By XLA's name. XLA's own registry is one for the process, and takes a name once."""
+
+
+def _register(name: str, symbol: str, source: str, command: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+    if name not in _libraries:
+        library = ctypes.CDLL(str(_compiled(source, command, folder)))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+        _libraries[name] = library
+    return _libraries[name]
+
+
+def _compiled(source: str, command: tuple[str, ...], folder: Path) -> Path:
+    """The library that `command`, with the flags for all, makes of a source: a file named after what it depends on."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    native = ("-march=native", "-mprefer-vector-width=512") if x86 else ("-mcpu=native",)
+    command = (*command, *FLAGS, *native, "-isystem", jax.ffi.include_dir(), str(HERE / source))
+    parts = [*((HERE / name).read_bytes() for name in (source, "share.h")), repr(command).encode(), _processor()]
+    path = folder / f"{Path(source).stem}-{hashlib.sha256(b'\0'.join(parts)).hexdigest()[:32]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         try:
-            done = subprocess.run(
-                [*command, *(str(HERE / name) for name in SOURCES), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             raise NativeError(f"{command[0]} took more than {TIMEOUT} s") from None
         if done.returncode:

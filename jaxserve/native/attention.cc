@@ -19,6 +19,7 @@ namespace {
 constexpr int kTile = 128;  // keys between two corrections of the running sums
 constexpr int kGroup = JAXSERVE_GROUP, kHeadDim = JAXSERVE_HEAD_DIM;
 constexpr int kTogether = 8;  // heads whose sums fit the registers
+constexpr int kAhead = 2;     // pages of keys that are fetched before their use
 
 // e^x for x <= 0 to 2e-7 of its value: 2^n by the exponent bits, 2^f by Taylor's series around 0.
 inline float exp_of_negative(float x) {
@@ -40,13 +41,26 @@ void attend(const float* q, const T* pool, const int32_t* pages, int32_t first, 
   float sum[G][H] = {}, top[G], norm[G] = {};
   float score[G][kTile];
   std::fill(top, top + G, -1e30f);
+  auto at_page = [&](int64_t i, int part) {
+    return pool + (((first + int64_t{pages[i]}) * 2 + part) * z.kv_heads + head) * z.page * H;
+  };
+  // Pages lie anywhere, so the processor does not guess which comes next.
+  auto fetch = [&](int64_t i, int part) {
+    if (i * z.page > at) return;
+    auto line = reinterpret_cast<const char*>(at_page(i, part));
+    for (int64_t byte = 0; byte < z.page * H * int64_t{sizeof(T)}; byte += 64) __builtin_prefetch(line + byte);
+  };
   // Calls run(row, c) for the keys from .. to - 1, each the c-th of the tile.
   auto rows = [&](int part, int from, int to, auto run) {
     for (int key = from; key < to;) {
-      int64_t page = first + int64_t{pages[key / z.page]};
-      int offset = key % z.page, end = std::min<int>(to, key - offset + z.page);
-      const T* at = pool + (((page * 2 + part) * z.kv_heads + head) * z.page + offset) * H;
-      for (; key < end; ++key, at += H) run(at, key - from);
+      int64_t page = key / z.page, offset = key % z.page;
+      if (part == 0) {
+        fetch(page + kAhead, 0);
+        fetch(page, 1);
+      }
+      int end = std::min<int64_t>(to, key - offset + z.page);
+      const T* row = at_page(page, part) + offset * H;
+      for (; key < end; ++key, row += H) run(row, key - from);
     }
   };
   for (int begin = low / kTile * kTile; begin <= at; begin += kTile) {

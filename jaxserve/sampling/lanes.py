@@ -21,6 +21,9 @@ DEPTH = 32
 GROUPS = 48
 """G is the greatest common divisor of this and V, so the ways of tensor parallelism that stay local divide 48."""
 
+WIDE = 4
+"""L is a multiple of this, so that a GPU loads neighbours together; else a kernel runs out of registers and spills."""
+
 Op = Callable[[Array, Array], Array]
 Each = Callable[[Array], Array]
 
@@ -72,4 +75,4 @@ def lane(x: Float32[Array, "S G D L"], index: Int32[Array, "S"]) -> Float32[Arra
 
 def _shape(size: int) -> tuple[int, int]:
     groups = math.gcd(size, GROUPS)
-    return groups, -(-(size // groups) // DEPTH)
+    return groups, -(-(size // groups) // (DEPTH * WIDE)) * WIDE

@@ -80,13 +80,14 @@ class Int8Weight:
     def _multiply(self, x: Float[Array, "T D"]) -> Float[Array, "T *out"]:
         """In float32. A sum over an axis that is split is one of integers, its token's scale one of all devices."""
         rows, scale = _encode(x)
+        sums = self._product(rows).reshape(len(x), *self.scales.shape)
+        return sums * (scale.reshape(-1, *(1,) * self.scales.ndim) * self.scales)
+
+    def _product(self, x: Int8[Array, "T D"]) -> Int32[Array, "T out"]:
         w = self.values.reshape(-1, self.values.shape[-1])
         if len(x) == 1:
-            sums = lax.platform_dependent(rows, w, cpu=_product_as_two_rows, default=_product)
-        else:
-            sums = _product(rows, w)
-        sums = sums.reshape(len(x), *self.scales.shape)
-        return sums * (scale.reshape(-1, *(1,) * self.scales.ndim) * self.scales)
+            return lax.platform_dependent(x, w, cpu=_product_as_two_rows, default=_product)
+        return _product(x, w)
 
 
 def _stored_order(axes: Axes, ndim: int) -> tuple[int, ...]:

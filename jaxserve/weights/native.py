@@ -1,23 +1,24 @@
-"""bfloat16 weights that the native kernel multiplies where they lie, a layer of a stack without a copy of it."""
+"""Weights that the native kernels multiply where they lie: on a CPU, a layer of a stack without a copy of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8, Int32
 
 from jaxserve import native
 from jaxserve.weights import leaf
+from jaxserve.weights.int8 import Int8Weight
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeWeight:
-    """An array as it is, in the place of itself. A `Leaf` that takes its own layer out of a stack (`leaf.Stacked`)."""
+    """A bfloat16 array as it is, in the place of itself. It takes its own layer out of a stack (`leaf.Stacked`)."""
 
     stack: Float[Array, "layers *out D"]
     """Or [*out, D] where there is no stack."""
@@ -31,37 +32,63 @@ class NativeWeight:
         return NativeWeight(self.stack, layer, self.dims, self.rows)
 
     def project(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
-        return self._times(x, x.dtype)
+        return self._times(x, x.dtype) if len(x) <= self.rows else leaf.project(x, self._array())
 
     def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return leaf.embed(ids, self._array())
 
     def unembed(self, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        return self._times(x, jnp.float32)
+        return self._times(x, jnp.float32) if len(x) <= self.rows else leaf.unembed(x, self._array())
 
-    def _times(self, x: Float[Array, "T D"], dtype: jnp.dtype) -> Float[Array, "T ..."]:
-        if len(x) > self.rows:
-            return leaf.project(x, self._array()) if dtype == x.dtype else leaf.unembed(x, self._array())
-        out = self.stack.shape[-self.dims : -1]
-        stack = self.stack.reshape(1 if self.layer is None else len(self.stack), -1, x.shape[-1])
-        return native.multiply(x, stack, jnp.int32(0) if self.layer is None else self.layer, dtype).reshape(-1, *out)
+    def _times(self, x: Float[Array, "T D"], dtype: jnp.dtype) -> Float[Array, "T *out"]:
+        return _multiply(x, self.stack, self.layer, dtype).reshape(-1, *self.stack.shape[-self.dims : -1])
 
     def _array(self) -> Float[Array, "*out D"]:
         return self.stack if self.layer is None else self.stack[self.layer]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NativeInt8Weight(Int8Weight):
+    """An `Int8Weight` whose values stay in their stack; the scales are its layer's once it has one."""
+
+    layer: Int[Array, ""] | None = None
+    rows: int = field(default=0, metadata={"static": True})
+
+    def at_layer(self, layer: Int[Array, ""]) -> NativeInt8Weight:
+        return NativeInt8Weight(self.values, self.scales[layer], self.axes, self.dtype, layer, self.rows)
+
+    def _product(self, x: Int8[Array, "T D"]) -> Int32[Array, "T out"]:
+        if len(x) <= self.rows:
+            return _multiply(x, self.values, self.layer, jnp.int32)
+        values = self.values if self.layer is None else self.values[self.layer]
+        return Int8Weight(values, self.scales, self.axes, self.dtype)._product(x)
+
+
+def _multiply(x: Array, stack: Array, layer: Int[Array, ""] | None, dtype: jnp.dtype) -> Array:
+    """[T, D] by one layer of [layers, *out, D], or by [*out, D] where `layer` is None, to [T, out]."""
+    stack = stack.reshape(1 if layer is None else len(stack), -1, x.shape[-1])
+    return native.multiply(x, stack, jnp.int32(0) if layer is None else layer, dtype)
+
+
 def in_place[M: nnx.Module](model: M, kernels: native.Kernels) -> M:
-    """The (abstract) model with a `NativeWeight` around every matrix that the kernel takes; its leaves are the same."""
+    """The (abstract) model with a native leaf for every matrix that the kernels take; its arrays are the same."""
 
     def replaced(entry: nnx.Variable | jax.Array) -> nnx.Variable | jax.Array:
         if not isinstance(entry, nnx.Variable):
             return entry
         axes, value = entry.get_metadata().get("axes") or (), entry.get_value()
-        if "embed" not in axes or len(axes) < 2 or isinstance(value, leaf.Leaf):
+        if "embed" not in axes or len(axes) < 2:
             return entry
-        *out, depth = value.shape[-len(axes) :]
-        if not kernels.multiplies(depth, math.prod(out), value.dtype):
+        stored = value.values if isinstance(value, Int8Weight) else value
+        if isinstance(stored, leaf.Leaf):
             return entry
-        return entry.replace(NativeWeight(value, None, len(axes), kernels.rows))
+        *out, depth = stored.shape[-len(axes) :]
+        rows = kernels.multiplies(depth, math.prod(out), stored.dtype)
+        if not rows:
+            return entry
+        if isinstance(value, Int8Weight):
+            return entry.replace(NativeInt8Weight(**{f.name: getattr(value, f.name) for f in fields(value)}, rows=rows))
+        return entry.replace(NativeWeight(value, None, len(axes), rows))
 
     return jax.tree.map(replaced, model, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -13,6 +13,8 @@ from pallas_kernels.paged_attention.units import Schedule, schedule, slots
 SIZES = (64, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
+NARROW = jnp.uint8
+"""What keys and values may come in instead of the queries' own type: float8_e4m3fn, by its bits."""
 FAR = 1 << 30
 """A window that hides nothing."""
 
@@ -40,7 +42,7 @@ def _unserved(heads: int, kv_heads: int, size: int, page: int, dtype: jnp.dtype,
         return f"pages of {page} tokens are not one of {', '.join(map(str, PAGES))}"
     if jnp.dtype(dtype) not in map(jnp.dtype, DTYPES):
         return f"{jnp.dtype(dtype).name} is neither bfloat16 nor float16"
-    if jnp.dtype(kv_dtype) != jnp.dtype(dtype):
+    if jnp.dtype(kv_dtype) not in (jnp.dtype(dtype), jnp.dtype(NARROW)):
         return f"keys and values in {jnp.dtype(kv_dtype).name} with queries in {jnp.dtype(dtype).name}"
     return None
 
@@ -63,6 +65,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    kv_scales: Float[Array, "2 K"] | None = None,
     units: Schedule | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "T N H"]:
@@ -73,7 +76,8 @@ def paged_attention(
 
     Args:
         q: queries of the step's T tokens, bfloat16 or float16.
-        kv: the pool, keys and values head by head; one array for all layers, read in place.
+        kv: the pool, keys and values head by head; one array for all layers, read in place. In the queries' type, or
+            uint8: the bits of float8_e4m3fn.
         starts, counts: chunk s holds tokens starts[s] .. starts[s] + counts[s] - 1; unused chunks have count 0.
             Chunks lie one behind the other from token 0 on.
         lengths: tokens of the sequence up to the chunk's end; their keys and values are in the pool.
@@ -83,6 +87,7 @@ def paged_attention(
         scale: what scores are multiplied by.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap).
         sinks: a score for each query head that takes part in the softmax and has no value.
+        kv_scales: float32, what each head's keys and its values are multiplied by in a pool of uint8; None: 1.
         units: what `schedule` gave for these chunks; all layers share it, so it is worth computing once.
         interpret: runs on a CPU, in jax's interpreter.
 
@@ -90,6 +95,8 @@ def paged_attention(
         ValueError: a shape or dtype that the kernel does not serve.
     """
     reason = _unserved(q.shape[1], kv.shape[2], q.shape[2], kv.shape[3], q.dtype, kv.dtype)
+    if reason is None and kv_scales is not None and kv.dtype != NARROW:
+        reason = f"scales of keys and values in {kv.dtype.name}"
     if reason is not None:
         raise ValueError(f"the paged attention kernel does not serve this: {reason}; use the XLA path")
     (tokens, heads, size), (kv_heads, page) = q.shape, kv.shape[2:4]
@@ -99,6 +106,7 @@ def paged_attention(
         size=size,
         page=page,
         dtype=jnp.dtype(q.dtype),
+        kv_dtype=jnp.dtype(kv.dtype),
         longest=table.shape[1] * page,
         scale=scale,
         soft_cap=soft_cap,
@@ -114,6 +122,7 @@ def paged_attention(
         jnp.asarray(first, jnp.int32),
         jnp.asarray(FAR if window is None else window, jnp.int32),
         sinks,
+        kv_scales,
         units,
         slots(len(starts), g.longest),
         interpret,

@@ -21,6 +21,8 @@ class Case:
     size: int = 64
     page: int = 16
     dtype: str = "bfloat16"
+    narrow: bool = False
+    """The pool is in 8 bits, with scales."""
     longest: int = 128
     """Tokens that a row of the page table can hold."""
     idle: tuple[int, int] = (0, 0)
@@ -54,7 +56,7 @@ class Case:
         """The array arguments by name, as shapes."""
         shapes: dict[str, tuple[tuple[int, ...], object]] = {
             "q": ((self.tokens, self.heads, self.size), self.dtype),
-            "kv": ((2 * self.pages, 2, self.kv_heads, self.page, self.size), self.dtype),
+            "kv": ((2 * self.pages, 2, self.kv_heads, self.page, self.size), "uint8" if self.narrow else self.dtype),
             "starts": ((self.rows,), "int32"),
             "counts": ((self.rows,), "int32"),
             "lengths": ((self.rows,), "int32"),
@@ -63,6 +65,8 @@ class Case:
         }
         if self.sinks:
             shapes["sinks"] = ((self.heads,), "float32")
+        if self.narrow:
+            shapes["kv_scales"] = ((2, self.kv_heads), "float32")
         return {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
 
     def arrays(self, seed: int = 0) -> dict[str, jax.Array]:
@@ -82,13 +86,14 @@ class Case:
                 kv[page, :, :, at % self.page] = random.normal(size=(2, self.kv_heads, self.size))
         arrays = {
             "q": random.normal(size=(self.tokens, self.heads, self.size)),
-            "kv": kv,
+            "kv": np.asarray(kv, jnp.float8_e4m3fn).view(np.uint8) if self.narrow else kv,
             "starts": np.cumsum(counts) - counts,
             "counts": counts,
             "lengths": lengths,
             "table": table,
             "first": self.pages,
             "sinks": random.normal(size=self.heads),
+            "kv_scales": random.uniform(0.5, 2, size=(2, self.kv_heads)),
         }
         return {name: jnp.asarray(arrays[name], shape.dtype) for name, shape in self.abstract().items()}
 
@@ -106,6 +111,19 @@ SMALL: dict[str, Case] = {
     ),
     "MHA, float16, heads of 128": Case(((1, 65), (5, 6)), heads=1, kv_heads=1, size=128, page=64, dtype="float16"),
     "sinks over two splits": Case(((1, 300),), heads=2, kv_heads=1, longest=384, page=64, sinks=True),
+    "float8, two splits and a prompt": Case(((1, 300), (10, 50)), longest=384, narrow=True),
+    "float8, window, soft-cap and sinks, heads of 96": Case(
+        ((1, 90), (20, 90)),
+        heads=3,
+        kv_heads=1,
+        size=96,
+        page=64,
+        window=20,
+        soft_cap=3.0,
+        sinks=True,
+        narrow=True,
+    ),
+    "float8, heads of 256": Case(((1, 70), (10, 20)), heads=2, kv_heads=1, size=256, page=32, narrow=True),
 }
 """Small enough for jax's interpreter."""
 
@@ -132,6 +150,40 @@ WIDE: dict[str, Case] = {
     "heads of 96, MHA": Case(((1, 4096), (512, 4096)), heads=32, kv_heads=32, size=96, page=32, longest=8192),
     "heads of 256, soft-cap": Case(
         ((1, 4096), (512, 4096)), heads=16, kv_heads=8, size=256, page=64, longest=8192, soft_cap=50.0, window=4096
+    ),
+    "float8, heads of 128": Case(((1, 4096), (512, 4096)), heads=32, kv_heads=8, size=128, longest=8192, narrow=True),
+    "float8, heads of 64, window and sinks": Case(
+        ((1, 4096), (512, 4096)),
+        heads=64,
+        kv_heads=8,
+        size=64,
+        longest=8192,
+        window=128,
+        sinks=True,
+        narrow=True,
+    ),
+    "float8, heads of 96, MHA": Case(
+        ((1, 4096), (512, 4096)), heads=32, kv_heads=32, size=96, page=32, longest=8192, narrow=True
+    ),
+    "float8, heads of 256, soft-cap": Case(
+        ((1, 4096), (512, 4096)),
+        heads=16,
+        kv_heads=8,
+        size=256,
+        page=64,
+        longest=8192,
+        soft_cap=50.0,
+        narrow=True,
+    ),
+    "float16 over float8, pages of 128": Case(
+        ((1, 4096), (512, 4096)),
+        heads=32,
+        kv_heads=8,
+        size=128,
+        page=128,
+        longest=8192,
+        dtype="float16",
+        narrow=True,
     ),
     "float16, pages of 128": Case(
         ((1, 4096), (512, 4096)), heads=32, kv_heads=8, size=128, page=128, longest=8192, dtype="float16"

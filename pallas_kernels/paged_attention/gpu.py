@@ -6,6 +6,9 @@ them. Where a unit has more tokens than a lane holds, both lanes work on it and 
 take turns. Heads wider than 128 are cut by value columns instead: both lanes compute the scores, each its half of the
 output.
 
+Keys and values in 8 bits travel as they are; each lane widens what it multiplies into a place of its own. Their scales
+multiply scores and results.
+
 The running maximum of the softmax is rounded to a whole number in the domain of base two, so that moving a sum from
 one maximum to another multiplies by a power of two and is exact: whether a sum went through memory, or in which way
 the compiler contracted multiply and add, cannot show.
@@ -33,10 +36,13 @@ from pallas_kernels.paged_attention.units import PROGRAMS, TILE, Schedule, split
 LANES = 2
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
+NARROW = plgpu.Layout.WGMMA_UPCAST_2X
+"""How a lane holds 8-bit values: four of a row in each thread."""
 MEMORY = 224 * 1024
 """Bytes of shared memory that the large buffers may take."""
-FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
-"""Of a thread; together no more than three warpgroups have, 504."""
+
+KEY_SCALE, VALUE_SCALE = TILE, TILE + 1
+"""Columns of `_per_head`, behind the sinks of its rows."""
 
 Index = Int[Array, ""]
 Row = Float[Array, " 64"]
@@ -82,6 +88,7 @@ class Geometry:
     size: int
     page: int
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype
     longest: int
     """Tokens that a row of the page table can hold."""
     scale: float
@@ -112,15 +119,30 @@ class Geometry:
         return max(self.rows.packed, 8)
 
     @property
+    def narrow(self) -> bool:
+        """Whether keys and values have to be widened before they are multiplied."""
+        return self.kv_dtype != self.dtype
+
+    @property
     def stages(self) -> int:
         """Tiles of keys and values that are in flight."""
-        fixed = LANES * TILE * self.columns * (2 + 4)
-        return min(8, (MEMORY - fixed) // (2 * TILE * self.size * 2))
+        fixed = LANES * TILE * self.columns * (2 + 4 + 2 * self.narrow)
+        return min(8, (MEMORY - fixed) // (2 * TILE * self.size * self.kv_dtype.itemsize))
+
+    @property
+    def piece(self) -> int:
+        """Columns that are widened at a time: those of a tile in shared memory."""
+        return 64 if self.columns % 64 == 0 else 32
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that fetches, and of one that computes; three warpgroups have no more than 504 together."""
+        return (56, 224) if self.narrow else (40, 232)
 
     def transforms(self, dtype: jnp.dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
         """How rows lie in shared memory, for wgmma and without bank conflicts."""
         bytes_ = jnp.dtype(dtype).itemsize
-        swizzle = 128 if self.columns * bytes_ % 128 == 0 else 64
+        swizzle = next(w for w in (128, 64, 32) if w <= 64 * bytes_ and self.columns * bytes_ % w == 0)
         return plgpu.TilingTransform((8, swizzle // bytes_)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -146,18 +168,30 @@ def _add(a: Sums, b: Sums) -> Sums:
     return Sums(a.total * _across(by_a, a.total) + b.total * _across(by_b, b.total), top, a.norm * by_a + b.norm * by_b)
 
 
+def _masked(x: Float[Array, "64 columns"], kept: Array) -> Float[Array, "64 columns"]:
+    return jnp.where(_across(kept, x), x, jnp.zeros_like(x))
+
+
 def _across(row: Row, like: Float[Array, "64 columns"]) -> Float[Array, "64 columns"]:
     return lax.broadcast_in_dim(row, like.shape, [0])
 
 
-def _value(sums: Sums, sink: Row | None, dtype: jnp.dtype) -> Float[Array, "64 columns"]:
+def _value(
+    sums: Sums, sink: Row | None, scale: Float[Array, ""] | None, dtype: jnp.dtype
+) -> Float[Array, "64 columns"]:
+    """What the sums come to, times `scale`."""
     total, top, norm = sums
     if sink is not None:
         sink = sink * LOG2E
         top = jnp.maximum(top, _whole(sink))
         by = jnp.exp2(sums.top - top)
         total, norm = total * _across(by, total), norm * by + jnp.exp2(sink - top)
-    return (total / _across(jnp.maximum(norm, 1e-30), total)).astype(dtype)
+    value = total / _across(jnp.maximum(norm, 1e-30), total)
+    return (value if scale is None else value * scale).astype(dtype)
+
+
+def _sink(per_head: Ref, head: Index) -> Row:
+    return plgpu.load(per_head.at[head, pl.ds(0, TILE)], layout=LAYOUT.reduce(1), optimized=False)
 
 
 def _whole(x: Row) -> Row:
@@ -208,6 +242,8 @@ class _Scratch:
     v_free: Ref
     v_clean: Ref
     met: Ref
+    wide: Ref | None = None
+    """A lane's tile of keys, then of values, in 16 bits, where they come in 8."""
 
     @staticmethod
     def types(g: Geometry, interpreted: bool) -> dict[str, object]:
@@ -216,11 +252,12 @@ class _Scratch:
             plgpu.SMEM((LANES, 2, TILE, g.columns), g.dtype),
             plgpu.SMEM((LANES, TILE, g.columns), jnp.float32, transforms=g.transforms(jnp.float32)),
         )
-        return {
+        wide = plgpu.SMEM((LANES, TILE, g.columns), g.dtype, transforms=g.transforms(g.dtype))
+        return ({"wide": wide} if g.narrow else {}) | {
             # A lane's rows; where lanes divide the columns, the first and second half of the heads.
             "q": plgpu.SMEM((LANES, TILE, g.columns), g.dtype, transforms=g.transforms(g.dtype)),
-            "k": plgpu.SMEM((g.stages, TILE, g.size), g.dtype, transforms=g.transforms(g.dtype)),
-            "v": plgpu.SMEM((g.stages * g.blocks, TILE, g.columns), g.dtype, transforms=g.transforms(g.dtype)),
+            "k": plgpu.SMEM((g.stages, TILE, g.size), g.kv_dtype, transforms=g.transforms(g.kv_dtype)),
+            "v": plgpu.SMEM((g.stages * g.blocks, TILE, g.columns), g.kv_dtype, transforms=g.transforms(g.kv_dtype)),
             # A lane's output and its sum, in the same place; the interpreter would take that for a race of the lanes.
             "out": out if interpreted else plgpu.RefUnion(*out),
             "stats": plgpu.SMEM((LANES, 2, TILE), jnp.float32),
@@ -245,7 +282,7 @@ class _Program:
     table: Ref
     q: Ref
     kv: Ref
-    sinks: Ref
+    per_head: Ref
     out: Ref
     sums: Ref
     stats: Ref
@@ -279,7 +316,7 @@ class _Program:
     # ---- the warpgroup that fetches
 
     def _fetch(self) -> None:
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(self.g.registers[0], action="decrease")
 
         def unit(n: Index, unit: _Unit, before: Index) -> None:
             def tile(i: Index, _: None) -> None:
@@ -318,7 +355,7 @@ class _Program:
 
     def _compute(self, lane: Index) -> None:
         g, s = self.g, self.s
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(g.registers[1], action="increase")
         for stage in range(g.stages):
             plgpu.barrier_arrive(s.k_free.at[stage])
             plgpu.barrier_arrive(s.v_free.at[stage])
@@ -390,15 +427,9 @@ class _Program:
     def _tile(self, lane: Index, unit: _Unit, i: Index, stage: Index, at: Positions, part: Sums) -> Sums:
         """One tile of keys, numbered `i` in the sequence, in place `stage` of the ring."""
         g, s = self.g, self.s
+        scale = g.scale * self.per_head[unit.head, KEY_SCALE] if g.narrow else g.scale
         plgpu.barrier_wait(s.k_full.at[stage])
-
-        def multiply(acc: Ref) -> Float[Array, "64 64"]:
-            for block in range(g.blocks):
-                keys = s.k.at[stage, :, pl.ds(block * g.columns, g.columns)]
-                plgpu.wgmma(acc, s.q.at[block if g.by_columns else lane], keys.transpose((1, 0)))
-            return acc[...]
-
-        scores = self._scaled(pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32)))
+        scores = self._scaled(self._product(lane, stage), scale)
         plgpu.barrier_arrive(s.k_free.at[stage])
         key = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=LAYOUT)
         last = at - i * TILE
@@ -410,20 +441,58 @@ class _Program:
         norm = part.norm * by + weights.sum(axis=1)
         total = part.total * _across(by, part.total)
         plgpu.barrier_wait(s.v_full.at[stage])
-        self._clean(lane, unit, i, stage)
-        total = self._weigh(total, weights.astype(g.dtype), self._values(lane, stage))
+        if g.narrow:
+            values = self._widened(lane, self._values(lane, stage), self._own(unit, i, NARROW))
+        else:
+            self._clean(lane, unit, i, stage)
+            values = self._values(lane, stage)
+        total = self._weigh(total, weights.astype(g.dtype), values)
         plgpu.barrier_arrive(s.v_free.at[stage])
         return Sums(total, top, norm)
+
+    def _product(self, lane: Index, stage: Index) -> Float[Array, "64 64"]:
+        """Queries times keys. Lanes that share keys in 8 bits each widen one block of columns for both."""
+        g, s = self.g, self.s
+        if g.narrow:
+            self._widened(lane, s.k.at[stage, :, self._columns(lane)])
+            self._meet()
+
+        def multiply(acc: Ref) -> Float[Array, "64 64"]:
+            for block in range(g.blocks):
+                place = block if g.by_columns else lane
+                keys = s.wide.at[place] if s.wide is not None else s.k.at[stage, :, pl.ds(block * g.columns, g.columns)]
+                plgpu.wgmma(acc, s.q.at[place], keys.transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
+        if g.narrow:
+            self._meet()
+        return scores
 
     def _values(self, lane: Index, stage: Index) -> Ref:
         return self.s.v.at[stage * LANES + lane if self.g.by_columns else stage]
 
-    def _scaled(self, scores: Float[Array, "64 64"]) -> Float[Array, "64 64"]:
+    def _widened(self, lane: Index, tile: Ref, own: Array | None = None) -> Ref:
+        """A tile that came in 8 bits, in 16: exact, and in the lane's own place. Rows that are not `own` become zero.
+        In pieces, to spare registers."""
+        assert self.s.wide is not None
+        wide = self.s.wide.at[lane]
+        piece = self.g.piece
+        plgpu.commit_smem()  # the whole warpgroup is done with what was there
+        for at in range(0, self.g.columns, piece):
+            columns = pl.ds(at, piece)
+            bits = plgpu.load(tile.at[:, columns], layout=NARROW, optimized=False)
+            floats = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+            wide[:, columns] = (floats if own is None else _masked(floats, own)).astype(self.g.dtype)
+        plgpu.commit_smem()
+        return wide
+
+    def _scaled(self, scores: Float[Array, "64 64"], scale: float | Float[Array, ""]) -> Float[Array, "64 64"]:
         """In base two, capped where the model says so: tanh(x) = 1 - 2 / (1 + 2 ** (2 x log2 e))."""
         g = self.g
         if g.soft_cap is None:
-            return scores * (g.scale * LOG2E)
-        grown = jnp.exp2(scores * (2 * LOG2E * g.scale / g.soft_cap))
+            return scores * (scale * LOG2E)
+        grown = jnp.exp2(scores * (2 * LOG2E * scale / g.soft_cap))
         cap = g.soft_cap * LOG2E
         return cap - (2 * cap) / (1.0 + grown)
 
@@ -438,6 +507,11 @@ class _Program:
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
 
+    def _own(self, unit: _Unit, i: Index, layout: plgpu.Layout) -> Array:
+        """bool[64]: which keys of a tile lie before the sequence's end, and in the window of one of its tokens."""
+        key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1)) + i * TILE
+        return (key >= self._low(unit.position)) & (key < unit.length)
+
     def _clean(self, lane: Index, unit: _Unit, i: Index, stage: Index) -> None:
         """Zeroes values behind the sequence's end and before the window: another owner may have left a NaN there,
         which a weight of zero would keep. Where the lanes share the values, the first one does it."""
@@ -446,10 +520,8 @@ class _Program:
 
         def clean() -> None:
             v = self._values(lane, stage)
-            key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=LAYOUT.reduce(1)) + i * TILE
-            old = plgpu.load(v, layout=LAYOUT)
-            kept = _across((key >= low) & (key < unit.length), old)
-            v[...] = jnp.where(kept, old, jnp.zeros_like(old))
+            own = self._own(unit, i, LAYOUT)
+            v[...] = _masked(plgpu.load(v, layout=LAYOUT), own)
             plgpu.commit_smem()
 
         @pl.when((i * TILE < low) | ((i + 1) * TILE > unit.length))
@@ -469,8 +541,9 @@ class _Program:
     def _write(self, lane: Index, head: Index, token: Index, count: Index, top: Row, norm: Row) -> None:
         g = self.g
         out, total = self.s.out
-        sink = plgpu.load(self.sinks.at[head], layout=LAYOUT.reduce(1), optimized=False) if g.sinks else None
-        value = _value(Sums(plgpu.load(total.at[lane], layout=LAYOUT), top, norm), sink, g.dtype)
+        sink = _sink(self.per_head, head) if g.sinks else None
+        scale = self.per_head[head, VALUE_SCALE] if g.narrow else None
+        value = _value(Sums(plgpu.load(total.at[lane], layout=LAYOUT), top, norm), sink, scale, g.dtype)
         plgpu.commit_smem()  # all have read before any of them writes to the same place
         out[lane, 0] = value
         plgpu.commit_smem()
@@ -504,6 +577,7 @@ def attend(
     first: Index,
     window: Index,
     sinks: Float[Array, " N"] | None,
+    scales: Float[Array, "2 K"] | None,
     plan: Schedule,
     places: int,
     interpret: plgpu.InterpretGPUParams | None,
@@ -516,7 +590,7 @@ def attend(
         jax.ShapeDtypeStruct((max(places, 1), g.kv_heads, g.blocks, 2, g.kept), jnp.float32),
     )
     now = jnp.stack([plan.count, first, window])
-    per_row = _sink_rows(g, sinks)
+    per_head = _per_head(g, sinks, scales)
     parameters = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
     def paged_attention(
@@ -525,14 +599,14 @@ def attend(
         table: Ref,
         q: Ref,
         kv: Ref,
-        sinks: Ref,
+        per_head: Ref,
         out: Ref,
         sums: Ref,
         stats: Ref,
         /,
         **scratch: Ref,
     ) -> None:
-        arrays = units, now, table, q, kv, sinks, out, sums, stats
+        arrays = units, now, table, q, kv, per_head, out, sums, stats
         _Program(g, interpret is not None, *arrays, _Scratch(**scratch)).run()
 
     out, sums, stats = plgpu.kernel(
@@ -545,10 +619,10 @@ def attend(
         thread_name="warpgroup",
         compiler_params=parameters,
         interpret=interpret,
-    )(plan.units, now, table, _query_rows(g, q), kv.reshape(-1, g.page, g.size), per_row)
+    )(plan.units, now, table, _query_rows(g, q), kv.reshape(-1, g.page, g.size), per_head)
     if places:
         out = jax.new_ref(out)
-        _merge(g, plan, per_row, out, sums, stats, parameters, interpret)
+        _merge(g, plan, per_head, out, sums, stats, parameters, interpret)
         out = out[...]
     return out.reshape(q.shape)
 
@@ -560,19 +634,24 @@ def _query_rows(g: Geometry, q: Float[Array, "T N H"]) -> Float[Array, "K rows H
     return q.transpose(1, 0, 2, 3).reshape(g.kv_heads, -1, g.size)
 
 
-def _sink_rows(g: Geometry, sinks: Float[Array, " N"] | None) -> Float[Array, "K 64"]:
-    if sinks is None:
-        return jnp.zeros((g.kv_heads, TILE), jnp.float32)
-    rows = jnp.pad(
-        sinks.astype(jnp.float32).reshape(g.kv_heads, g.rows.group), ((0, 0), (0, g.rows.packed - g.rows.group))
-    )
-    return jnp.tile(rows, (1, g.rows.tokens))
+def _per_head(
+    g: Geometry, sinks: Float[Array, " N"] | None, scales: Float[Array, "2 K"] | None
+) -> Float[Array, "K columns"]:
+    """What a program reads of its KV head: the sink of each row, then, for a pool in 8 bits, the scales."""
+    rows = jnp.zeros((g.kv_heads, TILE), jnp.float32)
+    if sinks is not None:
+        of_token = sinks.astype(jnp.float32).reshape(g.kv_heads, g.rows.group)
+        rows = jnp.tile(jnp.pad(of_token, ((0, 0), (0, g.rows.packed - g.rows.group))), (1, g.rows.tokens))
+    if not g.narrow:
+        return rows
+    scales = jnp.ones((2, g.kv_heads), jnp.float32) if scales is None else scales
+    return jnp.concatenate([rows, scales.T], 1)
 
 
 def _merge(
     g: Geometry,
     plan: Schedule,
-    per_row: Float[Array, "K 64"],
+    per_head: Float[Array, "K columns"],
     out: Ref,
     sums: Float[Array, "places K kept H"],
     stats: Float[Array, "places K blocks 2 kept"],
@@ -584,7 +663,7 @@ def _merge(
 
     def merge_sums(
         merges: Ref,
-        per_row: Ref,
+        per_head: Ref,
         out: Ref,
         sums: Ref,
         stats: Ref,
@@ -625,8 +704,8 @@ def _merge(
             for i in range(flight):
                 pl.when(i < count)(lambda i=i: fetch(_i32(i)))
             total = lax.fori_loop(_i32(0), count, add, _nothing(g.columns))
-            sink = plgpu.load(per_row.at[head], layout=LAYOUT.reduce(1), optimized=False) if g.sinks else None
-            result[...] = _value(total, sink, g.dtype)
+            sink = _sink(per_head, head) if g.sinks else None
+            result[...] = _value(total, sink, per_head[head, VALUE_SCALE] if g.narrow else None, g.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(result.at[pl.ds(0, g.rows.group)], out.at[token, head, :, columns])
             plgpu.wait_smem_to_gmem(0)
@@ -644,4 +723,4 @@ def _merge(
         grid_names=("chunk", "head", "block"),
         compiler_params=parameters,
         interpret=interpret,
-    )(plan.merges, per_row, out, sums, stats)
+    )(plan.merges, per_head, out, sums, stats)

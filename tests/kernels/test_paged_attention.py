@@ -83,8 +83,10 @@ def test_units_cover_every_token_and_key_once(slots: int, monkeypatch: pytest.Mo
 def test_kernel_refuses_what_it_does_not_serve() -> None:
     case = SMALL["window"]
     arrays = case.arrays()
-    with pytest.raises(ValueError, match="float8_e4m3fn"):
-        paged_attention(**arrays | {"kv": arrays["kv"].astype(jnp.float8_e4m3fn)}, **case.options())
+    with pytest.raises(ValueError, match="float8_e5m2"):
+        paged_attention(**arrays | {"kv": arrays["kv"].astype(jnp.float8_e5m2)}, **case.options())
+    with pytest.raises(ValueError, match="scales of keys and values in bfloat16"):
+        paged_attention(**arrays, kv_scales=jnp.ones((2, case.kv_heads)), **case.options())
 
 
 SERVED = {"heads": 32, "kv_heads": 8, "size": 128, "page": 16, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16}
@@ -102,7 +104,8 @@ HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
         ({"page": 8}, "pages of 8"),
         ({"heads": 128, "kv_heads": 1}, "128 query heads"),
         ({"dtype": jnp.float32, "kv_dtype": jnp.float32}, "float32"),
-        ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"kv_dtype": jnp.uint8}, None),
+        ({"kv_dtype": jnp.float8_e5m2}, "float8_e5m2"),
     ],
 )
 def test_supported_says_why_not(changed: dict[str, object], reason: str | None) -> None:

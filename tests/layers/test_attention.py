@@ -115,6 +115,50 @@ def test_what_others_left_behind_the_end_does_not_matter(kernels) -> None:
     np.testing.assert_array_equal(clean, other)
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("step", ["page - 1, page, page + 1", "mixed"])
+def test_8_bits_equal_the_textbook_on_what_they_stand_for(kernels, step: str, uniform: bool) -> None:
+    """Every bit pattern but NaN's, with scales; NaN where no sequence looks. The native kernel must not be asked."""
+    b = batch(*STEPS[step], 80, 6)
+    patterns = np.array([i for i in range(256) if i & 127 != 127], np.uint8)
+    pool = RNG.choice(patterns, size=(PAGES, 2, KV_HEADS, PAGE, HEAD))
+    scales = np.array([[0.01, 0.03], [0.5, 2.0]], np.float32)
+    kv = pool.view(attention.FLOAT8).astype(np.float32) * scales[:, :, None, None]
+    pool[0] = 127
+    q = RNG.normal(size=(80, KV_HEADS * GROUP, HEAD)).astype(np.float32)
+    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
+    options = {"window": None, "scale": HEAD**-0.5, "uniform": uniform, "kernels": kernels}
+    got = run(q, pool, b, jnp.int32(0), scales=scales, **options)
+    got = np.where(np.asarray(b.positions)[:, None, None] < 0, 0, got)
+    np.testing.assert_allclose(got, textbook(q, kv, b, None), rtol=1e-4, atol=1e-3)
+
+
+def test_append_in_8_bits_scales_rounds_and_saturates() -> None:
+    kv = jnp.zeros((2, 2, KV_HEADS, PAGE, HEAD), jnp.uint8)
+    k, v = (RNG.normal(size=(3, KV_HEADS, HEAD)).astype(np.float32) for _ in range(2))
+    k[1], v[2] = 1e6, -1e6
+    scales = np.array([[0.5, 2.0], [0.25, 1.0]], np.float32)
+    slots = np.array([PAGE + 3, PAGE + 4, 1])
+    pool = np.asarray(attention.append(kv, k, v, slots, scales))
+    flat = pool.view(attention.FLOAT8).astype(np.float32).transpose(0, 3, 1, 2, 4).reshape(-1, 2, KV_HEADS, HEAD)
+    for part, given in enumerate((k, v)):
+        scaled = given / scales[part][:, None]
+        want = np.clip(scaled, -448, 448)
+        np.testing.assert_allclose(flat[slots, part], want, rtol=1 / 16, atol=2**-10)
+    assert (flat[slots[1], 0] == 448).all() and (flat[slots[2], 1] == -448).all()
+    assert np.count_nonzero(np.delete(flat, slots, 0)) == 0
+
+
+def test_8_bits_change_in_place() -> None:
+    """XLA would convert a pool of 8-bit floats as a whole, on the CPU; one of integers it leaves where it is."""
+    page = (2, KV_HEADS, PAGE, HEAD)
+    pool, new = jax.ShapeDtypeStruct((PAGES, *page), jnp.uint8), jax.ShapeDtypeStruct((4, KV_HEADS, HEAD), jnp.float32)
+    made = jax.jit(attention.append, donate_argnums=0).lower(pool, new, new, jax.ShapeDtypeStruct((4,), jnp.int32))
+    memory = made.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pool.size
+    assert memory.temp_size_in_bytes < pool.size // 8
+
+
 def test_append_writes_the_tokens_slots_and_nothing_else() -> None:
     b = batch([PAGE + 2], [4], 6, 2)
     kv = jnp.zeros((PAGES, 2, KV_HEADS, PAGE, HEAD))

@@ -113,7 +113,7 @@ def test_keys_come_from_the_environment_last(monkeypatch: pytest.MonkeyPatch) ->
         (("--max-model-length", "8"), "did you mean --max-model-len?"),
         (("--prot=9"), "did you mean --port?"),
         (("--quux"), "unknown flag --quux"),
-        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype is a flag of vLLM that jaxserve does not serve yet"),
+        (("--kv-offloading-size", "4"), "--kv-offloading-size is a flag of vLLM that jaxserve does not serve yet"),
         (("--enforce_eager",), "--enforce-eager is a flag of vLLM"),
         (("--no-enable-lora",), "--no-enable-lora is a flag of vLLM"),
         (("--compilation-config.mode=3",), "is a flag of vLLM"),
