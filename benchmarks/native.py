@@ -54,7 +54,7 @@ def main() -> None:
     print("| sequences | native, ms (CPU ms) | XLA, ms (CPU ms) | XLA / native | by CPU |")
     print("| --- | --- | --- | --- | --- |")
     for count in args.sequences:
-        prompts = [
+        prompts: list[TokensPrompt] = [
             {"prompt_token_ids": [draw.randrange(*VOCABULARY) for _ in range(draw.randrange(*PROMPTS))]}
             for _ in range(count)
         ]
