@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -345,8 +344,10 @@ def _kernels(config: EngineConfig, model: _Model) -> native.Kernels | None:
     c = model.config
     if model.on_gpu or config.cpu_kernels == "xla" or jnp.dtype(model.dtype) == jnp.float16:
         return None
+    cache = cache_dir(config)
+    folder = None if cache is None else Path(cache) / "native"
     try:
-        kernels = native.load(c.head_dim, c.heads // c.kv_heads, Path(cache_dir(config) or tempfile.gettempdir()))
+        kernels = native.load(c.head_dim, c.heads // c.kv_heads, folder)
     except native.NativeError as error:
         if config.cpu_kernels == "native":
             raise ValueError(f"cpu_kernels native: {error}") from None

@@ -141,6 +141,16 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(tmp_path, monkeypatch)
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(native.NativeError, match="chmod 700"):
+        native.load(16, 5, tmp_path)
+
+
+def test_nothing_is_kept_where_there_is_no_folder(kernels) -> None:
+    assert native.load(16, 1, None).attends(jnp.dtype(jnp.bfloat16))
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
     with pytest.raises(native.NativeError, match=r"install g\+\+ or clang"):

@@ -39,7 +39,7 @@ KEPT_BYTES = 2**30
 _HEAD = b"jaxserve executable 1\n"
 _SUFFIX = ".xla"
 _PACKAGES = ("jaxserve", "pallas_kernels")
-_ROOMS = ("device", "layers", "models", "sampling", "weights")
+_ROOMS = ("device", "layers", "models", "native", "sampling", "weights")
 """Those of jaxserve whose code ends up in programs."""
 _VARIABLES = ("XLA_", "TF_XLA_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE", "NPROC", "OMP_NUM_THREADS")
 _OTHER_VARIABLES = ("XLA_PYTHON_CLIENT_",)
@@ -246,10 +246,10 @@ def _sources() -> str:
 
 
 def digest(places: Iterable[Path]) -> str:
-    """A hash of the names and the text of all Python files in these directories."""
+    """A hash of the names and the text of all sources in these directories."""
     found = hashlib.sha256()
     for place in places:
-        for file in sorted(place.rglob("*.py")):
+        for file in sorted(file for pattern in ("*.py", "*.cc", "*.h") for file in place.rglob(pattern)):
             found.update(f"{place.name}/{file.relative_to(place)}\n".encode())
             found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,11 +107,13 @@ def multiply(
     return call(x, w, jnp.asarray(layer, jnp.int32)[None])
 
 
-def load(head_dim: int, group: int, folder: Path) -> Kernels:
+def load(head_dim: int, group: int, folder: Path | None) -> Kernels:
     """Compiles the kernels, or finds them in `folder` or in this process, and makes them known to XLA.
 
+    `folder` is kept private to this user, as what lies there is run; None: nothing is kept.
+
     Raises:
-        NativeError: there is no compiler, or it fails.
+        NativeError: there is no compiler, or it fails, or others may write to `folder`.
     """
     compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
     if compiler is None:
@@ -128,9 +131,10 @@ _libraries: dict[str, ctypes.CDLL] = {}
 """By XLA's name. XLA's own registry is one for the process, and takes a name once."""
 
 
-def _register(name: str, symbol: str, source: str, command: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+def _register(name: str, symbol: str, source: str, command: tuple[str, ...], folder: Path | None) -> ctypes.CDLL:
     if name not in _libraries:
-        library = ctypes.CDLL(str(_compiled(source, command, folder)))
+        with nullcontext(folder) if folder else tempfile.TemporaryDirectory() as place:
+            library = ctypes.CDLL(str(_compiled(source, command, Path(place))))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
         _libraries[name] = library
     return _libraries[name]
@@ -142,10 +146,12 @@ def _compiled(source: str, command: tuple[str, ...], folder: Path) -> Path:
     native = ("-march=native", "-mprefer-vector-width=512") if x86 else ("-mcpu=native",)
     command = (*command, *FLAGS, *native, "-isystem", jax.ffi.include_dir(), str(HERE / source))
     parts = [*((HERE / name).read_bytes() for name in (source, "share.h")), repr(command).encode(), _processor()]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (found := folder.stat()).st_uid != os.getuid() or found.st_mode & 0o022:
+        raise NativeError(f"{folder} must belong to this user, and nobody else may write there (chmod 700)")
     path = folder / f"{Path(source).stem}-{hashlib.sha256(b'\0'.join(parts)).hexdigest()[:32]}.so"
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         try:
