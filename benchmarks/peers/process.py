@@ -55,8 +55,8 @@ class Held:
                 text=True,
                 cwd=ROOT,
                 env=environment(threads, compiled),
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
+        os.sched_setaffinity(self.process.pid, cores)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
