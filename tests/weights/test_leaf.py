@@ -27,14 +27,14 @@ def rngs():
     return nnx.Rngs(0)
 
 
-def test_project_contracts_the_first_dimension(rngs):
-    w = leaf.param(rngs, (5, 2, 3), ("embed", None, "mlp"), jnp.float32)
+def test_project_contracts_the_last_dimension(rngs):
+    w = leaf.param(rngs, (2, 3, 5), (None, "mlp", "embed"), jnp.float32)
     x = jax.random.normal(jax.random.key(1), (4, 5))
-    np.testing.assert_allclose(leaf.project(x, w), np.einsum("td,dab->tab", x, w.get_value()), rtol=1e-5)
+    np.testing.assert_allclose(leaf.project(x, w), np.einsum("td,abd->tab", x, w.get_value()), rtol=1e-5)
 
 
 def test_project_keeps_the_dtype_of_the_activations(rngs):
-    w = leaf.param(rngs, (5, 3), ("embed", "mlp"), jnp.bfloat16)
+    w = leaf.param(rngs, (3, 5), ("mlp", "embed"), jnp.bfloat16)
     assert leaf.project(jnp.ones((2, 5), jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
@@ -64,7 +64,7 @@ def test_another_leaf_type_takes_over(wrap):
 
 
 def test_new_weights_are_scaled_by_their_inputs(rngs):
-    w = leaf.param(rngs, (400, 300), ("embed", "mlp"), jnp.float32).get_value()
+    w = leaf.param(rngs, (300, 400), ("mlp", "embed"), jnp.float32).get_value()
     assert abs(float(w.std()) - 400**-0.5) < 1e-3
 
 
