@@ -341,23 +341,21 @@ def _sized(
 
 def _kernels(config: EngineConfig, model: _Model) -> native.Kernels | None:
     """The native ones, on a CPU where they can be had."""
-    c = model.config
-    if model.on_gpu or config.cpu_kernels == "xla" or jnp.dtype(model.dtype) == jnp.float16:
+    if model.on_gpu or config.cpu_kernels == "xla":
         return None
-    cache = cache_dir(config)
-    folder = None if cache is None else Path(cache) / "native"
+    c, cache, kernels = model.config, cache_dir(config), None
     try:
-        kernels = native.load(c.head_dim, c.heads // c.kv_heads, folder)
+        if jnp.dtype(model.dtype) == jnp.float16:
+            raise native.NativeError("they take no float16; set dtype to bfloat16 or float32")
+        kernels = native.load(c.head_dim, c.heads // c.kv_heads, None if cache is None else Path(cache) / "native")
+        if not kernels.attends(model.kv_dtype):
+            raise native.NativeError(
+                f"their attention takes no KV in {config.kv_cache_dtype}; set kv_cache_dtype to auto"
+            )
     except native.NativeError as error:
         if config.cpu_kernels == "native":
-            raise ValueError(f"cpu_kernels native: {error}") from None
-        log.warning("attention and bfloat16 products run in plain XLA, several times slower: %s", error)
-        return None
-    if not kernels.attends(model.kv_dtype):
-        reason = f"the native attention takes no KV in {config.kv_cache_dtype}"
-        if config.cpu_kernels == "native":
-            raise ValueError(f"cpu_kernels native: {reason}; set kv_cache_dtype or cpu_kernels to auto")
-        _warn_once(f"attention runs in plain XLA, several times slower: {reason}")
+            raise ValueError(f"cpu_kernels native: {error}; or set cpu_kernels to auto") from None
+        _warn_once(f"without native kernels a step is several times slower: {error}")
     return kernels
 
 

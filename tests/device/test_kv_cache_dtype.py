@@ -91,8 +91,12 @@ def test_devices_share_the_pool(eight_heads: Path) -> None:
 
 
 def test_native_kernels_cannot_be_demanded() -> None:
-    with pytest.raises(ValueError, match=r"cpu_kernels native: .* set kv_cache_dtype or cpu_kernels to auto"):
+    with pytest.raises(
+        ValueError, match=r"cpu_kernels native: .* set kv_cache_dtype to auto; or set cpu_kernels to auto"
+    ):
         start("llama3", kv_cache_dtype="fp8", cpu_kernels="native")
+    with pytest.raises(ValueError, match=r"cpu_kernels native: .* no float16; set dtype to bfloat16"):
+        start("llama3", dtype="float16", cpu_kernels="native")
 
 
 @pytest.mark.parametrize("named", ["fp8_e5m2", "int8", "bfloat16", "FP8"])
