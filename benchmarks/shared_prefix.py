@@ -91,7 +91,7 @@ def loop(load: Load, setting: Setting, python: Path, log: Path) -> list[float]:
         found: list[float] = []
         for _ in range(SERVICES):
             request: Request = ([*common, *(rng.randrange(SPECIAL, VOCAB) for _ in range(load.suffix))], load.answer)
-            found.append(driver.measure([request])["seconds"])
+            found.append(driver.measure([request]).numbers["seconds"])
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
 TUNABLE = "glibc.malloc.hugetlb=1"
 
 
@@ -26,6 +25,7 @@ def start_with() -> None:
 
 def _only_on_request() -> bool:
     try:
-        return "[madvise]" in SETTING.read_text()
+        with open(SETTING, encoding="ascii") as setting:
+            return "[madvise]" in setting.read()
     except OSError:
         return False

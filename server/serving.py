@@ -66,7 +66,9 @@ def start_engine(
 ) -> Started:
     """Imports the engine, by using its names for the first time, and starts it."""
     progress("importing jax", 0.0)
-    launched = jaxserve.launch(config, progress=progress, observers=observers)
+    launch = jaxserve.launch
+    gc.freeze()  # modules stay: no collection has to look through them
+    launched = launch(config, progress=progress, observers=observers)
     return Started(jaxserve.AsyncEngine(launched), launched.config)
 
 
@@ -228,12 +230,15 @@ class Run:
         """Runs in the loading thread."""
         started: Started | None = None
         failure: BaseException | None = None
+        gc.disable()  # most of what a start makes stays: to look through it again and again takes half a second
         try:
             started = self._start(self._service.config, progress=self._progress, observers=(self._metrics, self._line))
             gc.collect()
-            gc.freeze()  # what is loaded stays: whoever looks through it again stops all streams meanwhile
+            gc.freeze()  # whoever looks through what is loaded again stops all streams meanwhile
         except BaseException as error:
             failure = error
+        finally:
+            gc.enable()
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(self._loaded, started, failure, http)
 

@@ -36,8 +36,8 @@ def kernels(folder) -> native.Kernels:
         pytest.skip(str(error))
 
 
-def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
+def draw(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), dtype)
 
 
 def draw_int8(*shape: int) -> jax.Array:
@@ -60,11 +60,20 @@ def test_a_product_is_the_sum_over_one_layer(kernels, rows: int, depth: int, out
         np.testing.assert_array_equal(narrow, got.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 100])
+def test_a_float32_product_is_the_sum_over_one_layer(kernels, rows: int) -> None:
+    if not kernels.float32_rows:
+        pytest.skip("this processor has no AVX-512")
+    x, w = draw(rows, 96, dtype=jnp.float32), draw(2, 48, 96, dtype=jnp.float32)
+    got = jax.jit(native.multiply, static_argnames="dtype")(x, w, jnp.int32(1), dtype=jnp.float32)
+    np.testing.assert_allclose(got, product(x, w[1]), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 100])
 def test_an_int8_product_is_exact(kernels, rows: int) -> None:
     if not kernels.int8_rows:
-        pytest.skip("this processor has no AMX")
-    x, w = draw_int8(rows, 128), draw_int8(2, 48, 128)
+        pytest.skip("this processor has neither AVX-512 nor AMX")
+    x, w = draw_int8(rows, 128).at[0].set(-128), draw_int8(2, 48, 128).at[:, 0].set(-128)
     got = jax.jit(native.multiply, static_argnames="dtype")(x, w, jnp.int32(1), dtype=jnp.int32)
     np.testing.assert_array_equal(got, np.asarray(x, int) @ np.asarray(w[1], int).T)
 
@@ -92,12 +101,8 @@ def test_what_the_kernel_does_not_take_stays_an_array(kernels) -> None:
     assert isinstance(found.wide.w.get_value(), NativeWeight)
     assert not isinstance(found.odd.w.get_value(), NativeWeight), "24 is no multiple of what the kernel reads at once"
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(found), strict=True))
-    assert not isinstance(
-        in_place(
-            jax.eval_shape(lambda: Linear(64, (16,), ("mlp", "embed"), rngs=nnx.Rngs(0), dtype=jnp.float32)), kernels
-        ).w.get_value(),
-        NativeWeight,
-    )
+    half = nnx.eval_shape(lambda: Linear(64, (16,), ("mlp", "embed"), rngs=nnx.Rngs(0), dtype=jnp.float16))
+    assert not isinstance(in_place(half, kernels).w.get_value(), NativeWeight)
 
 
 @pytest.mark.parametrize("rows", [3, 9])

@@ -53,8 +53,8 @@ class Setting:
 class Answered:
     """What became of one workload."""
 
-    counts: list[int]
-    """Tokens of each answer."""
+    answers: list[list[int]]
+    """Tokens of each."""
     computed: int | None = None
     """Prompt tokens that were computed; None where the engine does not tell."""
 
@@ -75,7 +75,7 @@ def drive(start: Callable[[Setting], Answer]) -> None:
         begin, cpu = time.monotonic(), cpu_seconds(os.getpid())
         answered = _answer(answer, requests)
         seconds, cpu = time.monotonic() - begin, cpu_seconds(os.getpid()) - cpu
-        _tell(told, {"seconds": seconds, "cpu": cpu, "tokens": sum(answered.counts), "computed": answered.computed})
+        _tell(told, {"seconds": seconds, "cpu": cpu, "answers": answered.answers, "computed": answered.computed})
 
 
 def cpu_seconds(pid: int) -> float:
@@ -119,8 +119,8 @@ def _stats() -> Iterable[tuple[int, tuple[int, float]]]:
 def _answer(answer: Answer, requests: Sequence[Request]) -> Answered:
     answered = answer(requests)
     wanted = [count for _, count in requests]
-    if answered.counts != wanted:
-        raise RuntimeError(f"answers of {answered.counts} tokens where {wanted} were asked for")
+    if (made := [len(tokens) for tokens in answered.answers]) != wanted:
+        raise RuntimeError(f"answers of {made} tokens where {wanted} were asked for")
     return answered
 
 

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from benchmarks.peers.driver import Request, Setting, descendants
 
@@ -22,6 +22,15 @@ STOP_SECONDS = 20.0
 
 class EngineError(Exception):
     """An engine does not start or does not answer; the message names the file with its last words."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload, answered once."""
+
+    numbers: Mapping[str, float]
+    """Seconds, CPU seconds, tokens answered, and prompt tokens computed where the engine tells."""
+    answers: list[list[int]]
 
 
 def environment(threads: int, compiled: Path) -> dict[str, str]:
@@ -112,16 +121,18 @@ class Driver(Held):
         """
         return float(str(self._hear()["first_token"])) - self.began
 
-    def measure(self, requests: Sequence[Request]) -> dict[str, float]:
-        """Seconds, CPU seconds, tokens answered, and prompt tokens computed where the engine tells.
+    def measure(self, requests: Sequence[Request]) -> Measured:
+        """Its answers to all requests, asked at once.
 
         Raises:
             EngineError: it fails.
         """
         with self.turn():
             self._say(requests)
-            told = self._hear()
-        return {name: float(str(value)) for name, value in told.items() if value is not None}
+            told = dict(self._hear())
+        answers = cast(list[list[int]], told.pop("answers"))
+        numbers = {name: float(str(value)) for name, value in told.items() if value is not None}
+        return Measured({**numbers, "tokens": float(sum(map(len, answers)))}, answers)
 
     def _say(self, words: object) -> None:
         assert self.process.stdin is not None

@@ -30,7 +30,7 @@ def start(setting: Setting) -> Answer:
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in requests]
         outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         computed = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in outputs)
-        return Answered([len(output.outputs[0].token_ids) for output in outputs], computed)
+        return Answered([list(output.outputs[0].token_ids) for output in outputs], computed)
 
     return answer
 

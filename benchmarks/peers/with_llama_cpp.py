@@ -27,8 +27,8 @@ def start(setting: Setting) -> Answer:
             raise RuntimeError(f"llama-server ended with status {process.returncode}")
         time.sleep(0.02)
 
-    def one(request: Request) -> tuple[int, int]:
-        """Tokens of the answer, and prompt tokens that were computed."""
+    def one(request: Request) -> tuple[list[int], int]:
+        """The answer, and prompt tokens that were computed."""
         prompt, count = request
         body = {
             "prompt": prompt,
@@ -36,14 +36,15 @@ def start(setting: Setting) -> Answer:
             "temperature": 0,
             "ignore_eos": True,
             "cache_prompt": setting.caching,
+            "return_tokens": True,
         }
         found = _post(port, "/completion", body)
-        return found["tokens_predicted"], found["timings"]["prompt_n"]
+        return found["tokens"], found["timings"]["prompt_n"]
 
     def answer(requests: Sequence[Request]) -> Answered:
         with ThreadPoolExecutor(len(requests)) as pool:
             answers = list(pool.map(one, requests))
-        return Answered([count for count, _ in answers], sum(computed for _, computed in answers))
+        return Answered([tokens for tokens, _ in answers], sum(computed for _, computed in answers))
 
     return answer
 

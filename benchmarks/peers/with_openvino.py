@@ -36,7 +36,7 @@ def start(setting: Setting) -> Answer:
         prompts = [ov.Tensor(np.array([prompt], np.int64)) for prompt, _ in requests]
         configs = [genai.GenerationConfig(max_new_tokens=count, ignore_eos=True) for _, count in requests]
         results = pipeline.generate(prompts, configs)
-        return Answered([len(result.m_generation_ids[0]) for result in results])
+        return Answered([list(result.m_generation_ids[0]) for result in results])
 
     return answer
 

@@ -27,12 +27,12 @@ def start(setting: Setting) -> Answer:
 
     def answer(requests: Sequence[Request]) -> Answered:
         batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        return Answered([count for batch in batches for count in _batch(model, batch)])
+        return Answered([tokens for batch in batches for tokens in _batch(model, batch)])
 
     return answer
 
 
-def _batch(model: transformers.PreTrainedModel, batch: Sequence[Request]) -> list[int]:
+def _batch(model: transformers.PreTrainedModel, batch: Sequence[Request]) -> list[list[int]]:
     """Padded on the left; each answer counts as far as it was asked for."""
     width = max(len(prompt) for prompt, _ in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -41,8 +41,8 @@ def _batch(model: transformers.PreTrainedModel, batch: Sequence[Request]) -> lis
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     longest = max(count for _, count in batch)
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=longest).shape[1] - width
-    return [min(count, made) for _, count in batch]
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=longest)[:, width:].tolist()
+    return [tokens[:count] for tokens, (_, count) in zip(made, batch, strict=True)]
 
 
 def _together(model: transformers.PreTrainedModel) -> Answer:
@@ -51,11 +51,11 @@ def _together(model: transformers.PreTrainedModel) -> Answer:
 
     def answer(requests: Sequence[Request]) -> Answered:
         names = [manager.add_request(prompt, max_new_tokens=count, eos_token_id=-1) for prompt, count in requests]
-        found: dict[str, int] = {}
+        found: dict[str, list[int]] = {}
         while len(found) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
-                found[result.request_id] = len(result.generated_tokens)
+                found[result.request_id] = list(result.generated_tokens)
             elif result is None and not manager.is_running():
                 raise RuntimeError("its continuous batching has stopped")
         return Answered([found[name] for name in names])

@@ -28,7 +28,7 @@ def start(setting: Setting) -> Answer:
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         computed = sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs)
-        return Answered([len(output.outputs[0].token_ids) for output in outputs], computed)
+        return Answered([list(output.outputs[0].token_ids) for output in outputs], computed)
 
     return answer
 

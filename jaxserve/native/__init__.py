@@ -56,6 +56,7 @@ class Kernels:
     """Most rows of a bfloat16 product that `multiply` takes less time for than XLA; 0: it cannot run here."""
     int8_rows: int
     """The same of an int8 product."""
+    float32_rows: int
 
     @property
     def attend_name(self) -> str:
@@ -69,7 +70,8 @@ class Kernels:
         """The most rows that `multiply` is for with weights [out, depth] of this type; 0: it does not take them."""
         if depth * jnp.dtype(dtype).itemsize % ALIGN or out % OUT:
             return 0
-        return {jnp.dtype(jnp.bfloat16): self.rows, jnp.dtype(jnp.int8): self.int8_rows}.get(jnp.dtype(dtype), 0)
+        rows = {jnp.bfloat16: self.rows, jnp.int8: self.int8_rows, jnp.float32: self.float32_rows}
+        return next((most for taken, most in rows.items() if taken == dtype), 0)
 
     def attend(
         self,
@@ -101,7 +103,7 @@ def multiply(
 ) -> Num[Array, "T out"]:
     """`x` times one layer of `w`, contracted over D, without a copy of the layer.
 
-    bfloat16 is summed in float32, the result is that or bfloat16; int8 is summed in int32.
+    float32 and bfloat16 are summed in float32, the result is that or `x`'s type; int8 is summed in int32.
     """
     call = jax.ffi.ffi_call(MULTIPLY, jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype))
     return call(x, w, jnp.asarray(layer, jnp.int32)[None])
@@ -122,8 +124,8 @@ def load(head_dim: int, group: int, folder: Path | None) -> Kernels:
     with _lock:
         _register(attend_name(head_dim, group), "jaxserve_attend", "attention.cc", (compiler, *sizes), folder)
         rows = _register(MULTIPLY, "jaxserve_multiply", "matmul.cc", (compiler,), folder).jaxserve_multiply_rows
-    rows.argtypes, rows.restype = [ctypes.c_bool], ctypes.c_int64
-    return Kernels(head_dim, group, rows(False), rows(True))
+    rows.argtypes, rows.restype = [ctypes.c_int64], ctypes.c_int64
+    return Kernels(head_dim, group, rows=rows(2), int8_rows=rows(1), float32_rows=rows(4))
 
 
 _lock = threading.Lock()

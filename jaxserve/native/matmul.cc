@@ -1,15 +1,23 @@
-// x [T, D] times the transpose of w [N, D] on a CPU, called by XLA (jax.ffi): bfloat16 summed in float32, int8 in int32.
+// x [T, D] times the transpose of w [N, D] on a CPU, called by XLA (jax.ffi): float32 and bfloat16 summed in float32, int8 in
+// int32.
 //
 // The weights are read where they lie: one layer of a stack that is never copied, in the order of the file. Every sum runs
-// over D in the same order whatever T is: a row's bits do not depend on the other rows. With AMX the tiles of w are the left
-// operand as they are, and x is laid out in pairs as the right one; without it few rows are multiplied by plain loops.
+// over D in the same order whatever T is: a row's bits do not depend on the other rows.
+//
+// All is counted in words of 32 bits: one float32, two bfloat16 or four int8. x is packed so that a vector holds the same word
+// of 16 rows. With AVX-512 a word of w is multiplied with such vectors; with AMX the tiles of w are the left operand as they
+// are, and the vectors of x the right one. Without both few rows are multiplied by plain loops.
 
 #include <type_traits>
 
 #include "share.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define JAXSERVE_VECTORS
 #include <immintrin.h>
+#endif
+#if defined(JAXSERVE_VECTORS) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define JAXSERVE_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -17,26 +25,21 @@
 namespace jaxserve {
 namespace {
 
+enum class Type { kFloat32, kBfloat16, kInt8 };
+
 struct Shape {
-  int64_t rows, depth, out;  // T, D in 32-bit words, N
+  int64_t rows, depth, out;  // T, D in words, N
 };
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#ifdef JAXSERVE_VECTORS
 
-constexpr int kSide = 16;            // rows of a tile, and its columns of 32-bit words
-constexpr int kBlock = 2 * kSide;    // of w, and of x
+constexpr int kSide = 16;          // words of a vector
+constexpr int kBlock = 2 * kSide;  // rows of w that one thread takes
+constexpr int kMost = 3;           // vectors of rows of x that are multiplied together
 
-struct alignas(64) Tiles {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+struct alignas(64) Sums {
+  uint32_t of[kSide][kSide];  // [row of w, row of x]
 };
-
-bool allowed() {
-  constexpr int kRequest = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-  static const bool yes = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return yes;
-}
 
 // Swaps rows and columns: blocks of 8, then of 4, 2 and 1, each across its diagonal.
 void transpose(__m512i (&row)[kSide]) {
@@ -56,7 +59,7 @@ void transpose(__m512i (&row)[kSide]) {
   }
 }
 
-// Tile (t, k) of x: row r holds the r-th word of 16 rows, two bfloat16 or four int8 each. Missing rows are zero.
+// Rows 16 t .. 16 t + 15 of x, word by word: each vector holds one word of all of them. Missing rows are zero.
 void pack(const uint32_t* x, const Shape& z, int64_t t, uint32_t* to) {
   int rows = std::min<int64_t>(kSide, z.rows - t * kSide);
   const uint32_t* from = x + t * kSide * z.depth;
@@ -74,14 +77,100 @@ void put(__m512i x, uint16_t* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(x))));
 }
 
-// A tile of sums [16 of w, 16 of x] into y [T, N].
+// Sums into y [T, N] from row t and column n on.
 template <typename Out>
-void store(const uint32_t* tile, int64_t n, int64_t t, const Shape& z, Out* y) {
+void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
   __m512i row[kSide];
-  for (int i = 0; i < kSide; ++i) row[i] = _mm512_load_si512(tile + i * kSide);
+  for (int i = 0; i < kSide; ++i) row[i] = _mm512_load_si512(sums.of[i]);
   transpose(row);
   int64_t rows = std::min<int64_t>(kSide, z.rows - t);
   for (int64_t i = 0; i < rows; ++i) put(row[i], y + (t + i) * z.out + n);
+}
+
+// sum + x * w, in each lane. The processor multiplies bytes without a sign by bytes with one: `x` is int8 + 128.
+template <Type type>
+__m512i add(__m512i sum, __m512i x, __m512i w) {
+  if constexpr (type == Type::kInt8) return _mm512_dpbusd_epi32(sum, x, w);
+  __m512 floats = _mm512_castsi512_ps(sum);
+  if constexpr (type == Type::kBfloat16)
+    floats = _mm512_dpbf16_ps(floats, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(w));
+  else
+    floats = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), floats);
+  return _mm512_castps_si512(floats);
+}
+
+// What 128 too much in each element of x adds to the sums of a row of w.
+int32_t excess(const uint32_t* w, int64_t depth) {
+  __m512i sum = _mm512_setzero_si512(), x = _mm512_set1_epi8(-128);
+  for (int64_t k = 0; k < depth; k += kSide) sum = _mm512_dpbusd_epi32(sum, x, _mm512_loadu_si512(w + k));
+  return _mm512_reduce_add_epi32(sum);
+}
+
+// Rows [first, first + R) of 16 rows of w, by M vectors of rows of x.
+template <Type type, int M, int R>
+void add_rows(const uint32_t* x, const uint32_t* w, int first, int64_t depth, Sums* to) {
+  __m512i sum[M][R] = {};
+  w += first * depth;
+  for (int64_t k = 0; k < depth; k += kSide) {
+    for (int r = 0; r < R; ++r) __builtin_prefetch(w + (r + R) * depth + k);
+    for (int i = 0; i < kSide; ++i) {
+      __m512i left[M];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        left[m] = _mm512_load_si512(x + (m * depth + k + i) * kSide);
+        if constexpr (type == Type::kInt8) left[m] = _mm512_xor_si512(left[m], _mm512_set1_epi8(-128));
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        __m512i right = _mm512_set1_epi32(w[r * depth + k + i]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sum[m][r] = add<type>(sum[m][r], left[m], right);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    __m512i more = _mm512_set1_epi32(type == Type::kInt8 ? excess(w + r * depth, depth) : 0);
+    for (int m = 0; m < M; ++m)
+      _mm512_store_si512(to[m].of[first + r], type == Type::kInt8 ? _mm512_sub_epi32(sum[m][r], more) : sum[m][r]);
+  }
+}
+
+// Rows n .. n + 31 of w for all of x.
+template <Type type, typename Out>
+void vector_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
+  Sums sums[kMost];
+  int64_t end = std::min(n + kBlock, z.out), tall = (z.rows + kSide - 1) / kSide;
+  for (int64_t t = 0, m; t < tall; t += m) {
+    m = tall - t == kMost + 1 ? 2 : std::min<int64_t>(kMost, tall - t);
+    const uint32_t* left = x + t * kSide * z.depth;
+    for (int64_t row = n; row < end; row += kSide) {
+      const uint32_t* right = w + row * z.depth;
+      if (m == 1) {
+        add_rows<type, 1, kSide>(left, right, 0, z.depth, sums);
+      } else {
+        for (int half = 0; half < kSide; half += kSide / 2)
+          if (m == 2)
+            add_rows<type, 2, kSide / 2>(left, right, half, z.depth, sums);
+          else
+            add_rows<type, 3, kSide / 2>(left, right, half, z.depth, sums);
+      }
+      for (int i = 0; i < m; ++i) store(sums[i], row, (t + i) * kSide, z, y);
+    }
+  }
+}
+
+#ifdef JAXSERVE_TILES
+
+struct alignas(64) Layout {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+bool allowed() {
+  constexpr int kRequest = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+  static const bool yes = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return yes;
 }
 
 // What `Out` sums: int8 in int32, bfloat16 in float32.
@@ -94,14 +183,14 @@ void store(const uint32_t* tile, int64_t n, int64_t t, const Shape& z, Out* y) {
 
 // Rows n .. n + 31 of w for all of x.
 template <typename Out>
-void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
-  static const Tiles tiles;
-  _tile_loadconfig(&tiles);
+void tile_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
+  static const Layout layout;
+  _tile_loadconfig(&layout);
   int64_t steps = z.depth / kSide, stride = z.depth * 4, size = z.depth * kSide;
   bool two = n + kSide < z.out;
   const uint32_t* upper = w + n * z.depth;
   const uint32_t* lower = two ? upper + kSide * z.depth : upper;
-  alignas(64) uint32_t sum[4][kSide * kSide];
+  Sums sum[4];
   for (int64_t t = 0; t < z.rows; t += kBlock) {
     const uint32_t* left = x + t / kSide * size;
     bool wide = t + kSide < z.rows;
@@ -121,10 +210,10 @@ void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out*
         JAXSERVE_ADD(3, 5, 7)
       }
     }
-    _tile_stored(0, sum[0], 64);
-    _tile_stored(1, sum[1], 64);
-    _tile_stored(2, sum[2], 64);
-    _tile_stored(3, sum[3], 64);
+    _tile_stored(0, sum[0].of, 64);
+    _tile_stored(1, sum[1].of, 64);
+    _tile_stored(2, sum[2].of, 64);
+    _tile_stored(3, sum[3].of, 64);
     for (int i = 0; i < 1 + two; ++i) {
       store(sum[i], n + i * kSide, t, z, y);
       if (wide) store(sum[2 + i], n + i * kSide, t + kSide, z, y);
@@ -133,36 +222,50 @@ void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out*
   _tile_release();
 }
 
-template <typename Out>
+#endif
+
+template <Type type, typename Out>
+void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
+#ifdef JAXSERVE_TILES
+  if constexpr (type != Type::kFloat32)
+    if (allowed()) return tile_block(x, w, n, z, y);
+#endif
+  vector_block<type>(x, w, n, z, y);
+}
+
+template <Type type, typename Out>
 ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
   int64_t tall = (z.rows + kSide - 1) / kSide, size = z.depth * kSide;
   std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * size + kSide]);
   uint32_t* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
   share(pool, tall, [=](int64_t t) { pack(x, z, t, packed + t * size); });
-  share(pool, (z.out + kBlock - 1) / kBlock, [=](int64_t i) { block(packed, w, i * kBlock, z, y); });
+  share(pool, (z.out + kBlock - 1) / kBlock, [=](int64_t i) { block<type>(packed, w, i * kBlock, z, y); });
   return ffi::Error::Success();
 }
 
 #else
 
-template <typename Out>
+template <Type type, typename Out>
 ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
-  if constexpr (std::is_same_v<Out, int32_t>) return ffi::Error::InvalidArgument("int8 is for AMX");
-  int64_t depth = z.depth * 2;
-  auto narrow_x = reinterpret_cast<const uint16_t*>(x);
-  std::shared_ptr<float[]> wide(new float[z.rows * depth]);
-  for (int64_t i = 0; i < z.rows * depth; ++i) wide[i] = widen(narrow_x[i]);
-  share(pool, z.out / 16, [=](int64_t block) {
-    for (int64_t n = block * 16; n < block * 16 + 16; ++n) {
-      auto from = reinterpret_cast<const uint16_t*>(w) + n * depth;
-      for (int64_t t = 0; t < z.rows; ++t) {
-        float sum = 0;
-        for (int64_t k = 0; k < depth; ++k) sum += wide[t * depth + k] * widen(from[k]);
-        narrow(sum, y + t * z.out + n);
+  if constexpr (type != Type::kBfloat16) {
+    return ffi::Error::InvalidArgument("only bfloat16 without AVX-512");
+  } else {
+    int64_t depth = z.depth * 2;
+    auto narrow_x = reinterpret_cast<const uint16_t*>(x);
+    std::shared_ptr<float[]> wide(new float[z.rows * depth]);
+    for (int64_t i = 0; i < z.rows * depth; ++i) wide[i] = widen(narrow_x[i]);
+    share(pool, z.out / 16, [=](int64_t block) {
+      for (int64_t n = block * 16; n < block * 16 + 16; ++n) {
+        auto from = reinterpret_cast<const uint16_t*>(w) + n * depth;
+        for (int64_t t = 0; t < z.rows; ++t) {
+          float sum = 0;
+          for (int64_t k = 0; k < depth; ++k) sum += wide[t * depth + k] * widen(from[k]);
+          narrow(sum, y + t * z.out + n);
+        }
       }
-    }
-  });
-  return ffi::Error::Success();
+    });
+    return ffi::Error::Success();
+  }
 }
 
 #endif
@@ -170,28 +273,29 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
                     ffi::Result<ffi::AnyBuffer> y) {
   auto dims = w.dimensions();
-  int64_t bytes = w.element_type() == ffi::S8 ? 1 : 2;
+  auto from = w.element_type(), to = y->element_type();
+  if (x.element_type() != from) return ffi::Error::InvalidArgument("x and w must be of one type");
+  int64_t bytes = from == ffi::F32 ? 4 : from == ffi::BF16 ? 2 : 1;
   Shape z{x.dimensions()[0], dims[2] * bytes / 4, dims[1]};
   auto xs = static_cast<const uint32_t*>(x.untyped_data());
   auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * z.out * z.depth;
-  bool int8 = w.element_type() == ffi::S8 && x.element_type() == ffi::S8;
-  bool bfloat16 = w.element_type() == ffi::BF16 && x.element_type() == ffi::BF16;
-  auto type = y->element_type();
-  if (int8 && type == ffi::S32) return multiply(pool, xs, ws, z, static_cast<int32_t*>(y->untyped_data()));
-  if (bfloat16 && type == ffi::F32) return multiply(pool, xs, ws, z, static_cast<float*>(y->untyped_data()));
-  if (bfloat16 && type == ffi::BF16) return multiply(pool, xs, ws, z, static_cast<uint16_t*>(y->untyped_data()));
-  return ffi::Error::InvalidArgument("bfloat16 gives float32 or bfloat16, int8 gives int32");
+  void* ys = y->untyped_data();
+  if (from == ffi::S8 && to == ffi::S32) return multiply<Type::kInt8>(pool, xs, ws, z, static_cast<int32_t*>(ys));
+  if (from == ffi::F32 && to == ffi::F32) return multiply<Type::kFloat32>(pool, xs, ws, z, static_cast<float*>(ys));
+  if (from == ffi::BF16 && to == ffi::F32) return multiply<Type::kBfloat16>(pool, xs, ws, z, static_cast<float*>(ys));
+  if (from == ffi::BF16 && to == ffi::BF16) return multiply<Type::kBfloat16>(pool, xs, ws, z, static_cast<uint16_t*>(ys));
+  return ffi::Error::InvalidArgument("float32 gives itself, bfloat16 itself or float32, int8 gives int32");
 }
 
 }  // namespace
 }  // namespace jaxserve
 
-// The most rows of bfloat16, and of int8, that it multiplies faster than XLA does.
-extern "C" int64_t jaxserve_multiply_rows(bool int8) {
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-  return jaxserve::allowed() ? 1 << 30 : 0;
+// The most rows of elements of so many bytes that it multiplies faster than XLA does.
+extern "C" int64_t jaxserve_multiply_rows(int64_t bytes) {
+#ifdef JAXSERVE_VECTORS
+  return int64_t{1} << 30;
 #else
-  return int8 ? 0 : 4;
+  return bytes == 2 ? 4 : 0;
 #endif
 }
 

@@ -18,7 +18,7 @@ from jaxserve.weights.int8 import Int8Weight
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeWeight:
-    """A bfloat16 array as it is, in the place of itself. It takes its own layer out of a stack (`leaf.Stacked`)."""
+    """A bfloat16 or float32 array as it is, in the place of itself. It takes its own layer out of a stack (`leaf.Stacked`)."""
 
     stack: Float[Array, "layers *out D"]
     """Or [*out, D] where there is no stack."""
