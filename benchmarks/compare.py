@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from benchmarks.peers import engines, served, table
 from benchmarks.peers.cases import CASES, LENGTH, SEQUENCES, Case, Speeds, cut, floor_rate, read_workload, shifted
 from benchmarks.peers.driver import Request, Setting, free_port
-from benchmarks.peers.engines import ENGINES, Engine, Installed
+from benchmarks.peers.engines import ENGINES, PACKAGES, Engine, Installed
 from benchmarks.peers.models import Models
 from benchmarks.peers.process import Driver, EngineError, Held, environment
 from benchmarks.peers.table import Record
@@ -61,9 +61,8 @@ class Comparison:
     def measure(self, cases: Sequence[Case]) -> None:
         """Every case in turns; cases that the same processes can answer, together."""
         measures = {"offline": self._offline, "http": self._http, "start": self._start}
-        for (kind, precision, caching), group in groupby(cases, lambda case: (case.kind, case.precision, case.caching)):
-            able = [engine for engine in self.engines if precision in engine.precisions and (caching or engine.caches)]
-            measures[kind](list(group), able)
+        for (kind, _, _), group in groupby(cases, lambda case: (case.kind, case.precision, case.caching)):
+            measures[kind](list(group))
 
     def requests(self, case: Case, engine: Engine) -> list[Request]:
         """Those of its workload that this engine gets."""
@@ -71,10 +70,10 @@ class Comparison:
         found = found[: engine.some.get(case.workload, len(found))]
         return cut(found, *QUICK) if self.quick else found
 
-    def _offline(self, cases: Sequence[Case], able: Sequence[Engine]) -> None:
+    def _offline(self, cases: Sequence[Case]) -> None:
         with ExitStack() as stack:
             drivers: dict[str, Driver] = {}
-            for engine in self._to_do(cases, able):
+            for engine in self._to_do(cases):
                 with self._noting(cases[0], engine):
                     setting = self._setting(engine, cases[0], self._compiled(engine))
                     driver = stack.enter_context(self._driver(engine, setting))
@@ -83,20 +82,21 @@ class Comparison:
                     drivers[engine.name] = driver
             for run in range(self.runs):
                 for case in cases:
-                    for engine in self._turns(case, able, run):
+                    for engine in self._turns(case, run):
                         if engine.name in drivers:
                             requests = shifted(self.requests(case, engine), run)
                             with self._noting(case, engine):
                                 measured = drivers[engine.name].measure(requests)
-                                self._note(case, engine, run, len(requests), measured)
+                                first = [tokens[0] for tokens in measured.answers]
+                                self._note(case, engine, run, len(requests), measured.numbers, first)
 
-    def _http(self, cases: Sequence[Case], able: Sequence[Engine]) -> None:
+    def _http(self, cases: Sequence[Case]) -> None:
         directory = self.models.hugging_face("bfloat16")
         words = Tokenizer.from_file(str(directory / "tokenizer.json"))
         with ExitStack() as stack:
             client = served.Client(Path(stack.enter_context(tempfile.TemporaryDirectory())), directory)
             servers: dict[str, tuple[Held, int]] = {}
-            for engine in self._to_do(cases, [engine for engine in able if engine.serves]):
+            for engine in self._to_do(cases):
                 with self._noting(cases[0], engine):
                     port = free_port()
                     setting = self._setting(engine, cases[0], self._compiled(engine))
@@ -107,7 +107,7 @@ class Comparison:
                     servers[engine.name] = server, port
             for run in range(self.runs):
                 for turn, case in enumerate(cases, start=run * len(cases)):
-                    for engine in self._turns(case, able, run):
+                    for engine in self._turns(case, run):
                         if engine.name in servers:
                             requests = self.requests(case, engine)
                             lines = served.texts(shifted(requests, turn), words)
@@ -115,12 +115,11 @@ class Comparison:
                                 measured = client.texts(*servers[engine.name], lines, case.concurrency)
                                 self._note(case, engine, run, len(requests), measured)
 
-    def _start(self, cases: Sequence[Case], able: Sequence[Engine]) -> None:
+    def _start(self, cases: Sequence[Case]) -> None:
         """First one with nothing compiled, where the engine compiles, then others with what that has left."""
-        able = [engine for engine in able if engine.variant in ("", "single")]
         for run in range(self.runs):
             for case in cases:
-                for engine in self._turns(case, able, run):
+                for engine in self._turns(case, run):
                     with self._noting(case, engine):
                         compiled = self._compiled(engine).with_name(f"start-{engine.kind}")
                         cold = engine.compiles and (run == 0 or not compiled.exists())
@@ -133,20 +132,22 @@ class Comparison:
                                 measured[name] = driver.start()
                         self._note(case, engine, run, 1, measured)
 
-    def _to_do(self, cases: Sequence[Case], able: Sequence[Engine]) -> list[Engine]:
+    def _to_do(self, cases: Sequence[Case]) -> list[Engine]:
         """Engines that any of these cases still wants."""
-        return [e for e in able if any(self._wanted(case, e, run) for case in cases for run in range(self.runs))]
+        return [
+            e for e in self.engines if any(self._wanted(case, e, run) for case in cases for run in range(self.runs))
+        ]
 
-    def _turns(self, case: Case, able: Sequence[Engine], run: int) -> list[Engine]:
+    def _turns(self, case: Case, run: int) -> list[Engine]:
         """Those that the case wants in this run, another one first each time."""
-        wanted = [engine for engine in able if self._wanted(case, engine, run)]
+        wanted = [engine for engine in self.engines if self._wanted(case, engine, run)]
         first = run % max(len(wanted), 1)
         return wanted[first:] + wanted[:first]
 
     def _wanted(self, case: Case, engine: Engine, run: int) -> bool:
-        """It has requests for this engine, and was not measured yet."""
+        """The engine has a part in it, and was not measured yet."""
         done = any((r.case, r.engine, r.run) == (case.name, engine.name, run) for r in self.records)
-        return not done and engine.some.get(case.workload, 1) > 0
+        return not done and not engine.barred(case)
 
     def _setting(self, engine: Engine, case: Case, compiled: Path) -> Setting:
         compiled.mkdir(parents=True, exist_ok=True)
@@ -170,9 +171,17 @@ class Comparison:
     def _log(self, engine: Engine) -> Path:
         return self.models.directory / f"{engine.kind}.log"
 
-    def _note(self, case: Case, engine: Engine, run: int, requests: int, measured: dict[str, float]) -> None:
+    def _note(
+        self,
+        case: Case,
+        engine: Engine,
+        run: int,
+        requests: int,
+        measured: Mapping[str, float],
+        first: Sequence[int] = (),
+    ) -> None:
         version = self.installed.versions[engine.kind]
-        record = Record(case.name, engine.name, run, version, _now(), requests, measured)
+        record = Record(case.name, engine.name, run, version, _now(), requests, measured, list(first))
         table.append(self.results, record)
         self.records.append(record)
         shown = ", ".join(f"{name} {value:.2f}" for name, value in measured.items())
@@ -255,6 +264,8 @@ def main() -> int:
         parser.error(str(error))
     chosen = [engine for engine in ENGINES if engine.kind in installed.pythons]
     chosen = [engine for engine in chosen if given.engines is None or engine.name in given.engines]
+    for kind in sorted(PACKAGES.keys() - installed.pythons.keys()):
+        print(f"not compared: {kind}, as no environment with {PACKAGES[kind]} is found", file=sys.stderr, flush=True)
     cases = [case for case in CASES if (case.name in given.only if given.only else case.usual)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no engine is left behind
     models = Models(given.models.absolute())
@@ -269,7 +280,8 @@ def main() -> int:
         for case in CASES
         if (rate := floor_rate(case, comparison.requests(case, ENGINES[0]), sizes, speeds)) is not None
     }
-    told = table.section(CASES, comparison.records, floors, _introduction(comparison.records, speeds, given.threads))
+    introduction = _introduction(comparison.records, speeds, given.threads)
+    told = table.section(CASES, chosen, comparison.records, floors, introduction)
     print(told)
     if given.write:
         given.write.write_text(table.place(given.write.read_text(), told))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from benchmarks.peers.cases import Case
 from benchmarks.peers.models import Models
 
 
@@ -30,6 +31,18 @@ class Engine:
     """And keeps what it has compiled for its next start."""
     caches: bool = True
     """KV of prompts that begin alike."""
+
+    def barred(self, case: Case) -> str:
+        """Why it has no part in a case; empty where it has one."""
+        if case.precision not in self.precisions:
+            return "needs another package or checkpoint" if case.precision == "int8" else "measured in bf16 alone"
+        if case.kind == "http" and not self.serves:
+            return "no server of its own"
+        if case.kind == "start" and self.variant not in ("", "single"):
+            return "starts as its other variants do"
+        if not case.caching and not self.caches:
+            return "no prefix cache to turn off"
+        return "too slow for it" if self.some.get(case.workload) == 0 else ""
 
 
 def _transformers(how: str, variant: str, some: Mapping[str, int]) -> Engine:
@@ -81,7 +94,8 @@ def _version(python: Path, package: str) -> str:
 
 
 def find(directory: Path | None, named: Sequence[str]) -> Installed:
-    """Environments below `directory`, called as the drivers are, and those of `named`: KIND=PYTHON, which beat them.
+    """Environments below `directory`, called as the drivers are, that have their package, and those of `named`:
+    KIND=PYTHON, which beat them.
 
     Raises:
         ValueError: a name is none, or a Python is not there.
@@ -90,9 +104,8 @@ def find(directory: Path | None, named: Sequence[str]) -> Installed:
     pythons = {"jaxserve": Path(sys.executable)}
     for kind in kinds if directory is not None else ():
         assert directory is not None
-        python = directory / kind / "bin" / "python"
-        if python.exists():
-            pythons[kind] = python
+        if any((directory / kind).glob(f"lib/python*/site-packages/{PACKAGES[kind].replace('-', '_')}-*.dist-info")):
+            pythons[kind] = directory / kind / "bin" / "python"
     for one in named:
         kind, _, python = one.partition("=")
         if kind not in kinds or not Path(python).is_file():

@@ -33,6 +33,11 @@ class Measured:
     answers: list[list[int]]
 
 
+def cores(threads: int) -> list[int]:
+    """Numbers of those that so many threads run on."""
+    return sorted(os.sched_getaffinity(0))[:threads]
+
+
 def environment(threads: int, compiled: Path) -> dict[str, str]:
     """What engines are told by variables: threads, where to keep what they compile, to ask no hub."""
     told = {
@@ -41,7 +46,8 @@ def environment(threads: int, compiled: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(compiled),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores(threads))),  # by itself it leaves a core to its scheduler
         "VLLM_NO_USAGE_STATS": "1",
     }
     return {**os.environ, **told}
@@ -54,7 +60,6 @@ class Held:
         """Starts it on as many cores as it may have threads; it runs until the first turn has ended."""
         self.log = log
         self.began = time.monotonic()
-        cores = sorted(os.sched_getaffinity(0))[:threads]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -65,7 +70,7 @@ class Held:
                 cwd=ROOT,
                 env=environment(threads, compiled),
             )
-        os.sched_setaffinity(self.process.pid, cores)
+        os.sched_setaffinity(self.process.pid, cores(threads))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.peers.cases import Case
-from benchmarks.peers.engines import OURS
+from benchmarks.peers.engines import OURS, Engine
 
 BEGIN, END = "<!-- benchmarks/compare.py: begin -->", "<!-- benchmarks/compare.py: end -->"
 
@@ -25,6 +25,8 @@ class Record:
     date: str
     requests: int
     measured: Mapping[str, float]
+    first: list[int] = field(default_factory=list[int])
+    """The first token of each answer, where the engine tells them."""
 
 
 def read(path: Path) -> list[Record]:
@@ -48,7 +50,8 @@ class Median:
     requests: int
     runs: int
     values: Mapping[str, float]
-    """Median of each number, and of what is made of them: `rate` in output tokens a second, `by_cpu` a CPU second."""
+    """Median of each number, and of what is made of them: `rate` in output tokens a second, `by_cpu` a CPU second,
+    `alike`, the share of answers that begin with the token that jaxserve's begin with."""
 
 
 def medians(records: Sequence[Record], case: str) -> list[Median]:
@@ -57,7 +60,7 @@ def medians(records: Sequence[Record], case: str) -> list[Median]:
     found: list[Median] = []
     for engine in engines:
         runs = [record for record in records if (record.case, record.engine) == (case, engine)]
-        made = [_made(record.measured) for record in runs]
+        made = [{**_made(record.measured), **_alike(record, records)} for record in runs]
         values = {name: statistics.median(one[name] for one in made if name in one) for one in made for name in one}
         found.append(Median(engine, runs[0].requests, len(runs), values))
     return found
@@ -71,17 +74,35 @@ def _made(measured: Mapping[str, float]) -> dict[str, float]:
     return made
 
 
-def section(cases: Sequence[Case], records: Sequence[Record], floors: Mapping[str, float], told: Sequence[str]) -> str:
+def _alike(record: Record, records: Sequence[Record]) -> dict[str, float]:
+    """Empty where either has told no tokens of this case in this turn."""
+    ours = next((r.first for r in records if (r.case, r.engine, r.run) == (record.case, OURS, record.run)), [])
+    pairs = list(zip(record.first, ours, strict=False))  # some engines answer only the first requests
+    return {"alike": statistics.mean(a == b for a, b in pairs)} if pairs else {}
+
+
+def section(
+    cases: Sequence[Case],
+    engines: Sequence[Engine],
+    records: Sequence[Record],
+    floors: Mapping[str, float],
+    told: Sequence[str],
+) -> str:
     """The whole section of the document. `floors`: output tokens a second, by case. `told`: paragraphs before it."""
     parts = ["\n\n".join(told)]
     for case in cases:
         found = medians(records, case.name)
         if found:
             rows = {"offline": _offline, "http": _http, "start": _start}[case.kind]
-            parts.append(
-                f"`{case.name}`: {case.told}. Medians of {_runs(found)}.\n\n" + "\n".join(rows(case, found, floors))
-            )
+            parts.append(f"`{case.name}`: {case.told}. Medians of {_runs(found)}.{_absent(case, engines)}")
+            parts.append("\n".join(rows(case, found, floors)))
     return "\n\n".join(parts)
+
+
+def _absent(case: Case, engines: Sequence[Engine]) -> str:
+    """Who is not in the table, and why."""
+    barred = [f"{engine.name} ({why})" for engine in engines if (why := engine.barred(case))]
+    return f" Not in it: {'; '.join(barred)}." if barred else ""
 
 
 def place(document: str, section: str) -> str:
@@ -98,7 +119,8 @@ def place(document: str, section: str) -> str:
 
 def _offline(case: Case, found: Sequence[Median], floors: Mapping[str, float]) -> Iterator[str]:
     floor = floors.get(case.name)
-    yield from _head("engine", "tokens/s", "of the floor", "CPU-s", "s a request", "prompt tokens computed", *_RATIOS)
+    numbers = ("tokens/s", "of the floor", "CPU-s", "s a request", "prompt tokens computed", "same first token")
+    yield from _head("engine", *numbers, *_RATIOS)
     for one in found:
         v = one.values
         yield _row(
@@ -108,6 +130,7 @@ def _offline(case: Case, found: Sequence[Median], floors: Mapping[str, float]) -
             f"{v['cpu']:.1f}",
             f"{v['seconds'] / one.requests:.2f}",
             f"{v['computed']:.0f}" if "computed" in v else "",
+            f"{v['alike']:.0%}" if "alike" in v and one.engine != OURS else "",
             *_ratios(one, found, "rate", "by_cpu"),
         )
 

@@ -25,8 +25,6 @@
 namespace jaxserve {
 namespace {
 
-enum class Type { kFloat32, kBfloat16, kInt8 };
-
 struct Shape {
   int64_t rows, depth, out;  // T, D in words, N
 };
@@ -87,56 +85,58 @@ void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
   for (int64_t i = 0; i < rows; ++i) put(row[i], y + (t + i) * z.out + n);
 }
 
-// sum + x * w, in each lane. The processor multiplies bytes without a sign by bytes with one: `x` is int8 + 128.
-template <Type type>
-__m512i add(__m512i sum, __m512i x, __m512i w) {
-  if constexpr (type == Type::kInt8) return _mm512_dpbusd_epi32(sum, x, w);
-  __m512 floats = _mm512_castsi512_ps(sum);
-  if constexpr (type == Type::kBfloat16)
-    floats = _mm512_dpbf16_ps(floats, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(w));
-  else
-    floats = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), floats);
-  return _mm512_castps_si512(floats);
-}
-
-// What 128 too much in each element of x adds to the sums of a row of w.
+// What 128 too much in each element of x adds to the sum of a row of w.
 int32_t excess(const uint32_t* w, int64_t depth) {
   __m512i sum = _mm512_setzero_si512(), x = _mm512_set1_epi8(-128);
   for (int64_t k = 0; k < depth; k += kSide) sum = _mm512_dpbusd_epi32(sum, x, _mm512_loadu_si512(w + k));
   return _mm512_reduce_add_epi32(sum);
 }
 
-// Rows [first, first + R) of 16 rows of w, by M vectors of rows of x.
-template <Type type, int M, int R>
-void add_rows(const uint32_t* x, const uint32_t* w, int first, int64_t depth, Sums* to) {
-  __m512i sum[M][R] = {};
-  w += first * depth;
+// Of each type: what x becomes when it is loaded, how a word is multiplied and added in every lane, what the sum then is.
+struct Float32 {
+  using Sum = __m512;
+  static __m512i from(__m512i x) { return x; }
+  static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum); }
+  static __m512i value(Sum sum, const uint32_t*, int64_t) { return _mm512_castps_si512(sum); }
+};
+struct Bfloat16 : Float32 {
+  static Sum add(Sum sum, __m512i x, __m512i w) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(w));
+  }
+};
+struct Int8 {  // the processor multiplies bytes without a sign by bytes with one: 128 is added to x
+  using Sum = __m512i;
+  static __m512i from(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
+  static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
+  static __m512i value(Sum sum, const uint32_t* w, int64_t depth) {
+    return _mm512_sub_epi32(sum, _mm512_set1_epi32(excess(w, depth)));
+  }
+};
+
+// R rows of w by M vectors of rows of x.
+template <typename Type, int M, int R>
+void add_rows(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to, int first) {
+  typename Type::Sum sum[M][R] = {};
   for (int64_t k = 0; k < depth; k += kSide) {
     for (int r = 0; r < R; ++r) __builtin_prefetch(w + (r + R) * depth + k);
+#pragma GCC unroll 4
     for (int i = 0; i < kSide; ++i) {
       __m512i left[M];
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        left[m] = _mm512_load_si512(x + (m * depth + k + i) * kSide);
-        if constexpr (type == Type::kInt8) left[m] = _mm512_xor_si512(left[m], _mm512_set1_epi8(-128));
-      }
+      for (int m = 0; m < M; ++m) left[m] = Type::from(_mm512_load_si512(x + (m * depth + k + i) * kSide));
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         __m512i right = _mm512_set1_epi32(w[r * depth + k + i]);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sum[m][r] = add<type>(sum[m][r], left[m], right);
+        for (int m = 0; m < M; ++m) sum[m][r] = Type::add(sum[m][r], left[m], right);
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    __m512i more = _mm512_set1_epi32(type == Type::kInt8 ? excess(w + r * depth, depth) : 0);
-    for (int m = 0; m < M; ++m)
-      _mm512_store_si512(to[m].of[first + r], type == Type::kInt8 ? _mm512_sub_epi32(sum[m][r], more) : sum[m][r]);
-  }
+  for (int r = 0; r < R; ++r)
+    for (int m = 0; m < M; ++m) _mm512_store_si512(to[m].of[first + r], Type::value(sum[m][r], w + r * depth, depth));
 }
 
 // Rows n .. n + 31 of w for all of x.
-template <Type type, typename Out>
+template <typename Type, typename Out>
 void vector_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
   Sums sums[kMost];
   int64_t end = std::min(n + kBlock, z.out), tall = (z.rows + kSide - 1) / kSide;
@@ -146,13 +146,13 @@ void vector_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& 
     for (int64_t row = n; row < end; row += kSide) {
       const uint32_t* right = w + row * z.depth;
       if (m == 1) {
-        add_rows<type, 1, kSide>(left, right, 0, z.depth, sums);
+        add_rows<Type, 1, kSide>(left, right, z.depth, sums, 0);
       } else {
         for (int half = 0; half < kSide; half += kSide / 2)
           if (m == 2)
-            add_rows<type, 2, kSide / 2>(left, right, half, z.depth, sums);
+            add_rows<Type, 2, kSide / 2>(left, right + half * z.depth, z.depth, sums, half);
           else
-            add_rows<type, 3, kSide / 2>(left, right, half, z.depth, sums);
+            add_rows<Type, 3, kSide / 2>(left, right + half * z.depth, z.depth, sums, half);
       }
       for (int i = 0; i < m; ++i) store(sums[i], row, (t + i) * kSide, z, y);
     }
@@ -224,30 +224,34 @@ void tile_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z,
 
 #endif
 
-template <Type type, typename Out>
+template <typename Type, typename Out>
 void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
 #ifdef JAXSERVE_TILES
-  if constexpr (type != Type::kFloat32)
+  if constexpr (!std::is_same_v<Type, Float32>)
     if (allowed()) return tile_block(x, w, n, z, y);
 #endif
-  vector_block<type>(x, w, n, z, y);
+  vector_block<Type>(x, w, n, z, y);
 }
 
-template <Type type, typename Out>
+template <typename Type, typename Out>
 ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
   int64_t tall = (z.rows + kSide - 1) / kSide, size = z.depth * kSide;
   std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * size + kSide]);
   uint32_t* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
   share(pool, tall, [=](int64_t t) { pack(x, z, t, packed + t * size); });
-  share(pool, (z.out + kBlock - 1) / kBlock, [=](int64_t i) { block<type>(packed, w, i * kBlock, z, y); });
+  share(pool, (z.out + kBlock - 1) / kBlock, [=](int64_t i) { block<Type>(packed, w, i * kBlock, z, y); });
   return ffi::Error::Success();
 }
 
 #else
 
-template <Type type, typename Out>
+struct Float32 {};
+struct Bfloat16 {};
+struct Int8 {};
+
+template <typename Type, typename Out>
 ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
-  if constexpr (type != Type::kBfloat16) {
+  if constexpr (!std::is_same_v<Type, Bfloat16>) {
     return ffi::Error::InvalidArgument("only bfloat16 without AVX-512");
   } else {
     int64_t depth = z.depth * 2;
@@ -280,10 +284,10 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ff
   auto xs = static_cast<const uint32_t*>(x.untyped_data());
   auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * z.out * z.depth;
   void* ys = y->untyped_data();
-  if (from == ffi::S8 && to == ffi::S32) return multiply<Type::kInt8>(pool, xs, ws, z, static_cast<int32_t*>(ys));
-  if (from == ffi::F32 && to == ffi::F32) return multiply<Type::kFloat32>(pool, xs, ws, z, static_cast<float*>(ys));
-  if (from == ffi::BF16 && to == ffi::F32) return multiply<Type::kBfloat16>(pool, xs, ws, z, static_cast<float*>(ys));
-  if (from == ffi::BF16 && to == ffi::BF16) return multiply<Type::kBfloat16>(pool, xs, ws, z, static_cast<uint16_t*>(ys));
+  if (from == ffi::S8 && to == ffi::S32) return multiply<Int8>(pool, xs, ws, z, static_cast<int32_t*>(ys));
+  if (from == ffi::F32 && to == ffi::F32) return multiply<Float32>(pool, xs, ws, z, static_cast<float*>(ys));
+  if (from == ffi::BF16 && to == ffi::F32) return multiply<Bfloat16>(pool, xs, ws, z, static_cast<float*>(ys));
+  if (from == ffi::BF16 && to == ffi::BF16) return multiply<Bfloat16>(pool, xs, ws, z, static_cast<uint16_t*>(ys));
   return ffi::Error::InvalidArgument("float32 gives itself, bfloat16 itself or float32, int8 gives int32");
 }
 

