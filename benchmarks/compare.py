@@ -27,8 +27,6 @@ from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from benchmarks.peers import engines, served, table
 from benchmarks.peers.cases import CASES, LENGTH, SEQUENCES, Case, Speeds, cut, floor_rate, read_workload, shifted
 from benchmarks.peers.driver import Request, Setting, free_port
@@ -92,7 +90,6 @@ class Comparison:
 
     def _http(self, cases: Sequence[Case]) -> None:
         directory = self.models.hugging_face("bfloat16")
-        words = Tokenizer.from_file(str(directory / "tokenizer.json"))
         with ExitStack() as stack:
             client = served.Client(Path(stack.enter_context(tempfile.TemporaryDirectory())), directory)
             servers: dict[str, tuple[Held, int]] = {}
@@ -109,10 +106,9 @@ class Comparison:
                 for turn, case in enumerate(cases, start=run * len(cases)):
                     for engine in self._turns(case, run):
                         if engine.name in servers:
-                            requests = self.requests(case, engine)
-                            lines = served.texts(shifted(requests, turn), words)
+                            requests = shifted(self.requests(case, engine), turn)
                             with self._noting(case, engine), servers[engine.name][0].turn():
-                                measured = client.texts(*servers[engine.name], lines, case.concurrency)
+                                measured = client.texts(*servers[engine.name], requests, case.concurrency)
                                 self._note(case, engine, run, len(requests), measured)
 
     def _start(self, cases: Sequence[Case]) -> None:

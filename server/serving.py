@@ -41,6 +41,9 @@ LOG_SECONDS = 10.0
 WATCH_SECONDS = 0.5
 GRACE_SECONDS = 1.0
 """For answers that say that the end has come."""
+YOUNG_OBJECTS = 50_000
+"""New ones that start a collection. A step of many streams makes thousands that live for a moment: at Python's own 700
+it would be interrupted several times, each time to look through what all streams hold."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that they close them first."""
 
@@ -235,6 +238,7 @@ class Run:
             started = self._start(self._service.config, progress=self._progress, observers=(self._metrics, self._line))
             gc.collect()
             gc.freeze()  # whoever looks through what is loaded again stops all streams meanwhile
+            gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         except BaseException as error:
             failure = error
         finally:

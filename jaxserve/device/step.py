@@ -201,13 +201,8 @@ class _Attend:
         window = None if window is None else jnp.asarray(window, jnp.int32)
 
         def local(q, k, v, cache, batch, first, window):  # noqa: ANN001, ANN202 - the heads of one device
-            size = cache.shape[0] * shape.page
-            slots = jnp.where(batch.slots < size, batch.slots + first * shape.page, size)
-            cache = attention.append(cache, k, v, slots)
-            out = attention.paged_attention(
-                q, cache, batch, first, window=window, scale=scale, uniform=shape.uniform, kernels=shape.kernels
-            )
-            return out, cache
+            options = {"window": window, "scale": scale, "uniform": shape.uniform, "kernels": shape.kernels}
+            return attention.attend(q, k, v, cache, batch, first, **options)
 
         if shape.mesh.size > 1:
             heads, pool = P(None, AXIS), P(None, None, AXIS)

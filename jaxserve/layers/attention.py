@@ -29,8 +29,6 @@ TILE = 128
 """Tokens of keys in a tile; a multiple of every page size."""
 QUERIES = (256, 64)
 """Query tokens of one sequence that are computed together while a prompt enters: wide tiles first, then the rest."""
-SHORT = 16
-"""Longest chunk whose tokens the native kernel takes one by one."""
 
 Window = int | Int[Array, ""] | None
 Scales = Float[Array, "2 K"] | None
@@ -63,6 +61,35 @@ class Batch:
     """The Pallas kernel's work, where it computes attention."""
 
 
+def attend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv: Float[Array, "pages 2 K page H"],
+    batch: Batch,
+    first: Int[Array, ""],
+    *,
+    window: Window,
+    scale: float,
+    scales: Scales = None,
+    uniform: bool = False,
+    kernels: native.Kernels | None = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "pages 2 K page H"]]:
+    """Writes the step's keys and values into the pool, then attends: `append` and `paged_attention`.
+
+    `first`: where the layer's pages begin in the pool. `uniform`: a token's bits do not depend on how it came in.
+    Native `kernels` that take such a pool do both.
+    """
+    if kernels is not None and kernels.attends(kv.dtype):
+        where = batch.table, batch.starts, batch.counts, batch.lengths, batch.slots, first
+        out, kv = kernels.attend(q, k, v, kv, *where, window, scale, alone=uniform)
+        return out.astype(q.dtype), kv
+    size = kv.shape[0] * kv.shape[3]
+    slots = jnp.where(batch.slots < size, batch.slots + first * kv.shape[3], size)
+    kv = append(kv, k, v, slots, scales)
+    return paged_attention(q, kv, batch, first, window=window, scale=scale, scales=scales, uniform=uniform), kv
+
+
 def append(
     kv: Float[Array, "pages 2 K page H"],
     k: Float[Array, "T K H"],
@@ -91,30 +118,19 @@ def paged_attention(
     scale: float,
     scales: Scales = None,
     uniform: bool = False,
-    kernels: native.Kernels | None = None,
 ) -> Float[Array, "T N H"]:
     """Attention of each token over its sequence up to itself, softmax in float32.
 
     `first` is added to every page number: where the layer's pages begin in the pool. The cost follows the real
     lengths, not the padding: the loops run as often as the longest sequence needs. Sequences that decode one token
     are computed side by side, longer chunks in query tiles one after the other; `uniform` takes the second way for
-    all, so that a token's bits do not depend on how it came in. Native `kernels` that take such a pool compute the
-    tokens of short chunks, and all tokens where `uniform` is asked for.
+    all, so that a token's bits do not depend on how it came in.
     """
     if batch.units is not None:
         where = batch.starts, batch.counts, batch.lengths, batch.table, first
         return pallas.paged_attention(q, kv, *where, window=window, scale=scale, kv_scales=scales, units=batch.units)
     tokens, heads, size = q.shape
     kv_heads = kv.shape[2]
-    if kernels is not None and kernels.attends(kv.dtype):
-        alone = (batch.counts > 0) if uniform else (batch.counts > 0) & (batch.counts <= SHORT)
-        at = jnp.where(alone[batch.chunk], batch.positions, -1)
-        one = kernels.attend(q, kv, batch.table, batch.chunk, at, first, window, scale).astype(q.dtype)
-        if uniform:
-            return one
-        rest = jnp.where(alone, 0, batch.counts)
-        many = _in_tiles(q, kv, batch, batch.table + first, rest, QUERIES, window, scale, scales)
-        return jnp.where((at >= 0)[:, None, None], one, many)
     table = batch.table + first
     left = jnp.where((batch.counts > 0) if uniform else (batch.counts > 1), batch.counts, 0)
     out = _in_tiles(q, kv, batch, table, left, QUERIES[uniform:], window, scale, scales)

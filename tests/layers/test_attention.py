@@ -74,6 +74,19 @@ STEPS = {
 STATIC = ("scale", "uniform", "window", "kernels")
 
 
+def attend(q: np.ndarray, kv: np.ndarray, b: Batch, first: int = 0, **options: object) -> tuple[np.ndarray, np.ndarray]:
+    """What the step's tokens get, and the pool after it. Their keys and values come from `kv`, where they lie as NaN."""
+    slots, positions = np.asarray(b.slots), np.asarray(b.positions)
+    pages, offsets = first + slots[positions >= 0] // PAGE, slots[positions >= 0] % PAGE
+    new = np.zeros((len(slots), 2, KV_HEADS, HEAD), kv.dtype)
+    new[positions >= 0] = kv[pages, :, :, offsets]
+    before = kv.copy()
+    before[pages, :, :, offsets] = np.nan
+    run = jax.jit(attention.attend, static_argnames=STATIC)
+    out, after = run(q, new[:, 0], new[:, 1], before, b, jnp.int32(first), **options)
+    return np.where(positions[:, None, None] < 0, 0, out), np.asarray(after)
+
+
 @pytest.fixture(scope="module", params=["xla", "native"])
 def kernels(request, tmp_path_factory) -> native.Kernels | None:
     if request.param == "xla":
@@ -95,10 +108,9 @@ def test_equals_the_textbook(kernels, step: str, uniform: bool, window: int | No
     kv = RNG.normal(size=(2 * PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(np.float32)
     q = RNG.normal(size=(tokens, KV_HEADS * GROUP, HEAD)).astype(np.float32)
     first = PAGES
-    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
-    got = run(q, kv, b, jnp.int32(first), window=window, scale=HEAD**-0.5, uniform=uniform, kernels=kernels)
-    got = np.where(np.asarray(b.positions)[:, None, None] < 0, 0, got)
+    got, after = attend(q, kv, b, first, window=window, scale=HEAD**-0.5, uniform=uniform, kernels=kernels)
     np.testing.assert_allclose(got, textbook(q, kv[first:], b, window), atol=1e-5)
+    np.testing.assert_array_equal(after, kv)
 
 
 def test_what_others_left_behind_the_end_does_not_matter(kernels) -> None:
@@ -110,15 +122,14 @@ def test_what_others_left_behind_the_end_does_not_matter(kernels) -> None:
     dirty[np.asarray(b.table)[0, 1], :, :, 3:] = np.nan
     dirty[np.asarray(b.table)[1, 0], :, :, 5:] = np.nan
     dirty[0] = np.nan
-    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
-    clean, other = (run(q, pool, b, jnp.int32(0), window=None, scale=1.0, kernels=kernels)[:6] for pool in (kv, dirty))
+    clean, other = (attend(q, pool, b, window=None, scale=1.0, kernels=kernels)[0] for pool in (kv, dirty))
     np.testing.assert_array_equal(clean, other)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("step", ["page - 1, page, page + 1", "mixed"])
 def test_8_bits_equal_the_textbook_on_what_they_stand_for(kernels, step: str, uniform: bool) -> None:
-    """Every bit pattern but NaN's, with scales; NaN where no sequence looks. The native kernel must not be asked."""
+    """Every bit pattern but NaN's, with scales; NaN where no sequence looks."""
     b = batch(*STEPS[step], 80, 6)
     patterns = np.array([i for i in range(256) if i & 127 != 127], np.uint8)
     pool = RNG.choice(patterns, size=(PAGES, 2, KV_HEADS, PAGE, HEAD))
@@ -126,9 +137,8 @@ def test_8_bits_equal_the_textbook_on_what_they_stand_for(kernels, step: str, un
     kv = pool.view(attention.FLOAT8).astype(np.float32) * scales[:, :, None, None]
     pool[0] = 127
     q = RNG.normal(size=(80, KV_HEADS * GROUP, HEAD)).astype(np.float32)
-    run = jax.jit(attention.paged_attention, static_argnames=STATIC)
-    options = {"window": None, "scale": HEAD**-0.5, "uniform": uniform, "kernels": kernels}
-    got = run(q, pool, b, jnp.int32(0), scales=scales, **options)
+    run = jax.jit(attention.paged_attention, static_argnames=("scale", "uniform", "window"))
+    got = run(q, pool, b, jnp.int32(0), scales=scales, window=None, scale=HEAD**-0.5, uniform=uniform)
     got = np.where(np.asarray(b.positions)[:, None, None] < 0, 0, got)
     np.testing.assert_allclose(got, textbook(q, kv, b, None), rtol=1e-4, atol=1e-3)
 

@@ -105,6 +105,29 @@ def start() -> Iterator[Callable[..., Process]]:
         one.process.communicate()
 
 
+def test_the_command_imports_nothing_large_before_the_process_is_as_it_should_be() -> None:
+    assert (
+        run("import sys, server.cli; print({'jaxserve', 'msgspec', 'starlette'} & sys.modules.keys())").stdout
+        == "set()\n"
+    )
+
+
+def test_nothing_is_collected_while_an_engine_starts() -> None:
+    failing = """
+import gc
+from jaxserve.config import EngineConfig, ServerConfig
+from server.serving import serve
+
+def start(config, *, progress, observers):
+    print(gc.isenabled())
+    raise ValueError("the model is no model")
+
+serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0), start)
+print(gc.isenabled())
+"""
+    assert run(failing).stdout == "False\nTrue\n"
+
+
 def test_help_version_and_chat_need_no_jax() -> None:
     assert run(WITHOUT_JAX, "--version").stdout == f"jaxserve {__version__}\n"
     for words in (("--help",), ("serve", "--help"), ("chat", "--help"), ()):
