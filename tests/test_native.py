@@ -60,6 +60,20 @@ def test_a_product_is_the_sum_over_one_layer(kernels, rows: int, depth: int, out
         np.testing.assert_array_equal(narrow, got.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 17, 33, 64, 100])
+def test_a_gated_product_joins_its_halves(kernels, rows: int, dtype: jnp.dtype) -> None:
+    """For gates of all sizes, and to the bit the same in company as alone."""
+    if rows > kernels.multiplies(64, 96, dtype):
+        pytest.skip("this processor multiplies fewer rows")
+    x, w = draw(rows, 64, dtype=dtype) * 4, draw(2, 96, 64, dtype=dtype)
+    run = jax.jit(native.multiply, static_argnames=("dtype", "gated"))
+    got = run(x, w, jnp.int32(1), dtype=jnp.float32, gated=True)
+    gate, up = np.split(product(x, w[1]), 2, axis=1)
+    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-3)
+    np.testing.assert_array_equal(got[-1:], run(x[-1:], w, jnp.int32(1), dtype=jnp.float32, gated=True))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 100])
 def test_a_float32_product_is_the_sum_over_one_layer(kernels, rows: int) -> None:
     if not kernels.float32_rows:
@@ -93,6 +107,9 @@ class Model(nnx.Module):
         self.odd = Linear(24, (16,), ("mlp", "embed"), **keys)
         self.gain = leaf.gain(64, jnp.float32)
 
+    def gated(self, x: jax.Array) -> jax.Array:
+        return leaf.project_gated(x, self.wide.w)
+
 
 def test_what_the_kernel_does_not_take_stays_an_array(kernels) -> None:
     kernels = dataclasses.replace(kernels, rows=8)
@@ -120,9 +137,10 @@ def test_a_native_weight_is_the_array_to_the_model(kernels, rows: int) -> None:
     """Below and above the rows that the kernel is for."""
     model = Model(nnx.Rngs(0))
     x = draw(rows, 64)
-    got = in_place(model, dataclasses.replace(kernels, rows=8)).wide(x)
-    assert got.shape == (rows, 2, 16) and got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), model.wide(x).astype(jnp.float32), rtol=0.02, atol=0.02)
+    found = in_place(model, dataclasses.replace(kernels, rows=8))
+    for got, want in ((found.wide(x), model.wide(x)), (found.gated(x), model.gated(x))):
+        assert got.shape == want.shape and got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
 def test_a_library_is_compiled_once(kernels, tmp_path) -> None:

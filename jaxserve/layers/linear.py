@@ -33,6 +33,10 @@ class Linear(nnx.Module):
         y = leaf.project(x, self.w)
         return y if self.b is None else y + self.b[...]
 
+    def gated(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
+        """silu(y[:, 0]) * y[:, 1] of y = w x + b, with w [2, F, D]."""
+        return leaf.project_gated(x, self.w) if self.b is None else leaf.gate(self(x))
+
 
 def qkv_linear(
     embed: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype

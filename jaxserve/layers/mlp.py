@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -18,5 +17,4 @@ class GatedMLP(nnx.Module):
         self.down = Linear(mlp, (embed,), ("embed", "mlp"), bias=bias, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        y = self.gate_up(x)
-        return self.down(jax.nn.silu(y[:, 0]) * y[:, 1])
+        return self.down(self.gate_up.gated(x))

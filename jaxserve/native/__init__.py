@@ -106,7 +106,8 @@ class Kernels:
         call = jax.ffi.ffi_call(self.attend_name, results, input_output_aliases={3: 1})
         q, k, v = (x.astype(kv.dtype) for x in (q, k, v))
         ids = table, starts, counts, lengths, slots, where
-        return tuple(call(q, k, v, kv, *ids, scale=np.float32(scale), alone=alone))
+        out, kv = call(q, k, v, kv, *ids, scale=np.float32(scale), alone=alone)
+        return out, kv
 
 
 def attend_name(head_dim: int, group: int) -> str:
@@ -114,14 +115,15 @@ def attend_name(head_dim: int, group: int) -> str:
 
 
 def multiply(
-    x: Num[Array, "T D"], w: Num[Array, "layers out D"], layer: Int[Array, ""], dtype: jnp.dtype
+    x: Num[Array, "T D"], w: Num[Array, "layers out D"], layer: Int[Array, ""], dtype: jnp.dtype, *, gated: bool = False
 ) -> Num[Array, "T out"]:
     """`x` times one layer of `w`, contracted over D, without a copy of the layer.
 
-    float32 and bfloat16 are summed in float32, the result is that or `x`'s type; int8 is summed in int32.
+    float32 and bfloat16 are summed in float32, the result is that or `x`'s type; int8 is summed in int32. `gated`:
+    silu of the product with the first half of the outputs, times the one with the second half; not of int8.
     """
-    call = jax.ffi.ffi_call(MULTIPLY, jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype))
-    return call(x, w, jnp.asarray(layer, jnp.int32)[None])
+    call = jax.ffi.ffi_call(MULTIPLY, jax.ShapeDtypeStruct((len(x), w.shape[1] // (1 + gated)), dtype))
+    return call(x, w, jnp.asarray(layer, jnp.int32)[None], gated=gated)
 
 
 def load(head_dim: int, group: int, folder: Path | None) -> Kernels:

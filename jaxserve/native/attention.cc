@@ -20,33 +20,10 @@ constexpr int kTile = 128;  // keys between two corrections of the running sums
 constexpr int kGroup = JAXSERVE_GROUP, kHeadDim = JAXSERVE_HEAD_DIM;
 constexpr int kTogether = 8;  // heads of one token whose sums fit the registers
 constexpr int kAhead = 2;     // pages of keys that are fetched before their use
-constexpr int kAlone = 4;     // tokens of a chunk that are computed one by one
-constexpr int kLanes = 16;    // tokens that are computed side by side
+constexpr int kAlone = 4;     // tokens of a chunk that are computed one by one, others kLanes side by side
 constexpr int kStrip = 8;     // keys, or elements of values, whose sums fit the registers for kBeside heads
 constexpr int kBeside = kGroup % 3 == 0 ? 3 : kGroup % 2 == 0 ? 2 : 1;
 constexpr float kNothing = -1e30f;  // the score of what is not seen
-
-// A number for each of 16 tokens.
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-inline int32_t truncate(float x) { return static_cast<int32_t>(x); }
-inline Ints truncate(Floats x) { return __builtin_convertvector(x, Ints); }
-inline float as_floating(int32_t x) { return static_cast<float>(x); }
-inline Floats as_floating(Ints x) { return __builtin_convertvector(x, Floats); }
-
-// e^x for x <= 0 to 2e-7 of its value: 2^n by the exponent bits, 2^f by Taylor's series around 0.
-template <typename F>
-inline F exp_of_negative(F x) {
-  x = (x > -87.0f ? x : x * 0 - 87.0f) * 1.44269504f;
-  auto n = truncate(x - 0.5f);
-  F f = (x - as_floating(n)) * 0.69314718f;
-  F p = 1 + f * (1 + f * (1 / 2.f + f * (1 / 6.f + f * (1 / 24.f + f * (1 / 120.f + f * (1 / 720.f))))));
-  n = (n + 127) << 23;
-  F power;
-  std::memcpy(&power, &n, sizeof power);
-  return p * power;
-}
 
 // Where a sequence's keys and values are, for one KV head.
 template <typename T>

@@ -2,7 +2,8 @@
 // int32.
 //
 // The weights are read where they lie: one layer of a stack that is never copied, in the order of the file. Every sum runs
-// over D in the same order whatever T is: a row's bits do not depend on the other rows.
+// over D in the same order whatever T is: a row's bits do not depend on the other rows. Gated, w is two matrices [2, N, D] and
+// the result silu of the first product times the second.
 //
 // All is counted in words of 32 bits: one float32, two bfloat16 or four int8. x is packed so that a vector holds the same word
 // of 16 rows. With AVX-512 a word of w is multiplied with such vectors; with AMX the tiles of w are the left operand as they
@@ -27,13 +28,13 @@ namespace {
 
 struct Shape {
   int64_t rows, depth, out;  // T, D in words, N
+  bool gated;
 };
 
 #ifdef JAXSERVE_VECTORS
 
-constexpr int kSide = 16;          // words of a vector
-constexpr int kBlock = 2 * kSide;  // rows of w that one thread takes
-constexpr int kMost = 3;           // vectors of rows of x that are multiplied together
+constexpr int kSide = 16;  // words of a vector
+constexpr int kMost = 3;   // vectors of rows of x that are multiplied together
 
 struct alignas(64) Sums {
   uint32_t of[kSide][kSide];  // [row of w, row of x]
@@ -75,6 +76,17 @@ void put(__m512i x, uint16_t* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(x))));
 }
 
+// The rows of w that one thread takes: 16 from `first` on, and 16 from `second` on unless that is below 0.
+struct Block {
+  int64_t first, second;
+};
+int64_t blocks(const Shape& z) { return z.gated ? z.out / kSide : (z.out / kSide + 1) / 2; }
+Block block_at(int64_t i, const Shape& z) {
+  if (z.gated) return {i * kSide, z.out + i * kSide};
+  int64_t second = (2 * i + 1) * kSide;
+  return {2 * i * kSide, second < z.out ? second : -1};
+}
+
 // Sums into y [T, N] from row t and column n on.
 template <typename Out>
 void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
@@ -83,6 +95,19 @@ void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
   transpose(row);
   int64_t rows = std::min<int64_t>(kSide, z.rows - t);
   for (int64_t i = 0; i < rows; ++i) put(row[i], y + (t + i) * z.out + n);
+}
+
+// The sums of a block, [16 of w, 16 of x] twice.
+template <typename Out>
+void store(Sums& first, const Sums& second, const Block& b, int64_t t, const Shape& z, Out* y) {
+  if constexpr (!std::is_same_v<Out, int32_t>)
+    if (z.gated)
+      for (int i = 0; i < kSide; ++i) {
+        Floats gate = _mm512_load_ps(first.of[i]), up = _mm512_load_ps(second.of[i]);
+        _mm512_store_ps(first.of[i], silu(gate) * up);
+      }
+  store(first, b.first, t, z, y);
+  if (!z.gated && b.second >= 0) store(second, b.second, t, z, y);
 }
 
 // What 128 too much in each element of x adds to the sum of a row of w.
@@ -135,27 +160,27 @@ void add_rows(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to, int
     for (int m = 0; m < M; ++m) _mm512_store_si512(to[m].of[first + r], Type::value(sum[m][r], w + r * depth, depth));
 }
 
-// Rows n .. n + 31 of w for all of x.
+// 16 rows of w by M vectors of rows of x.
+template <typename Type, int M>
+void add(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to) {
+  constexpr int kRows = M == 1 ? kSide : kSide / 2;  // whose sums fit the registers
+  for (int i = 0; i < kSide; i += kRows) add_rows<Type, M, kRows>(x, w + i * depth, depth, to, i);
+}
+
 template <typename Type, typename Out>
-void vector_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
-  Sums sums[kMost];
-  int64_t end = std::min(n + kBlock, z.out), tall = (z.rows + kSide - 1) / kSide;
+void vector_block(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
+  Sums sums[2][kMost];
+  int64_t tall = (z.rows + kSide - 1) / kSide;
   for (int64_t t = 0, m; t < tall; t += m) {
     m = tall - t == kMost + 1 ? 2 : std::min<int64_t>(kMost, tall - t);
     const uint32_t* left = x + t * kSide * z.depth;
-    for (int64_t row = n; row < end; row += kSide) {
-      const uint32_t* right = w + row * z.depth;
-      if (m == 1) {
-        add_rows<Type, 1, kSide>(left, right, z.depth, sums, 0);
-      } else {
-        for (int half = 0; half < kSide; half += kSide / 2)
-          if (m == 2)
-            add_rows<Type, 2, kSide / 2>(left, right + half * z.depth, z.depth, sums, half);
-          else
-            add_rows<Type, 3, kSide / 2>(left, right + half * z.depth, z.depth, sums, half);
-      }
-      for (int i = 0; i < m; ++i) store(sums[i], row, (t + i) * kSide, z, y);
+    for (int part = 0; part < (b.second < 0 ? 1 : 2); ++part) {
+      const uint32_t* right = w + (part ? b.second : b.first) * z.depth;
+      if (m == 1) add<Type, 1>(left, right, z.depth, sums[part]);
+      if (m == 2) add<Type, 2>(left, right, z.depth, sums[part]);
+      if (m == 3) add<Type, 3>(left, right, z.depth, sums[part]);
     }
+    for (int i = 0; i < m; ++i) store(sums[0][i], sums[1][i], b, (t + i) * kSide, z, y);
   }
 }
 
@@ -181,17 +206,15 @@ bool allowed() {
     _tile_dpbf16ps(to, a, b);                   \
   }
 
-// Rows n .. n + 31 of w for all of x.
 template <typename Out>
-void tile_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
+void tile_block(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
   static const Layout layout;
   _tile_loadconfig(&layout);
   int64_t steps = z.depth / kSide, stride = z.depth * 4, size = z.depth * kSide;
-  bool two = n + kSide < z.out;
-  const uint32_t* upper = w + n * z.depth;
-  const uint32_t* lower = two ? upper + kSide * z.depth : upper;
+  const uint32_t* upper = w + b.first * z.depth;
+  const uint32_t* lower = b.second < 0 ? upper : w + b.second * z.depth;
   Sums sum[4];
-  for (int64_t t = 0; t < z.rows; t += kBlock) {
+  for (int64_t t = 0; t < z.rows; t += 2 * kSide) {
     const uint32_t* left = x + t / kSide * size;
     bool wide = t + kSide < z.rows;
     _tile_zero(0);
@@ -214,10 +237,8 @@ void tile_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z,
     _tile_stored(1, sum[1].of, 64);
     _tile_stored(2, sum[2].of, 64);
     _tile_stored(3, sum[3].of, 64);
-    for (int i = 0; i < 1 + two; ++i) {
-      store(sum[i], n + i * kSide, t, z, y);
-      if (wide) store(sum[2 + i], n + i * kSide, t + kSide, z, y);
-    }
+    store(sum[0], sum[1], b, t, z, y);
+    if (wide) store(sum[2], sum[3], b, t + kSide, z, y);
   }
   _tile_release();
 }
@@ -225,12 +246,12 @@ void tile_block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z,
 #endif
 
 template <typename Type, typename Out>
-void block(const uint32_t* x, const uint32_t* w, int64_t n, const Shape& z, Out* y) {
+void run(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
 #ifdef JAXSERVE_TILES
   if constexpr (!std::is_same_v<Type, Float32>)
-    if (allowed()) return tile_block(x, w, n, z, y);
+    if (allowed()) return tile_block(x, w, b, z, y);
 #endif
-  vector_block<Type>(x, w, n, z, y);
+  vector_block<Type>(x, w, b, z, y);
 }
 
 template <typename Type, typename Out>
@@ -239,7 +260,7 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
   std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * size + kSide]);
   uint32_t* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
   share(pool, tall, [=](int64_t t) { pack(x, z, t, packed + t * size); });
-  share(pool, (z.out + kBlock - 1) / kBlock, [=](int64_t i) { block<Type>(packed, w, i * kBlock, z, y); });
+  share(pool, blocks(z), [=](int64_t i) { run<Type>(packed, w, block_at(i, z), z, y); });
   return ffi::Error::Success();
 }
 
@@ -258,15 +279,16 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
     auto narrow_x = reinterpret_cast<const uint16_t*>(x);
     std::shared_ptr<float[]> wide(new float[z.rows * depth]);
     for (int64_t i = 0; i < z.rows * depth; ++i) wide[i] = widen(narrow_x[i]);
+    auto sum = [=](int64_t t, int64_t n) {
+      auto from = reinterpret_cast<const uint16_t*>(w) + n * depth;
+      float sum = 0;
+      for (int64_t k = 0; k < depth; ++k) sum += wide[t * depth + k] * widen(from[k]);
+      return sum;
+    };
     share(pool, z.out / 16, [=](int64_t block) {
-      for (int64_t n = block * 16; n < block * 16 + 16; ++n) {
-        auto from = reinterpret_cast<const uint16_t*>(w) + n * depth;
-        for (int64_t t = 0; t < z.rows; ++t) {
-          float sum = 0;
-          for (int64_t k = 0; k < depth; ++k) sum += wide[t * depth + k] * widen(from[k]);
-          narrow(sum, y + t * z.out + n);
-        }
-      }
+      for (int64_t n = block * 16; n < block * 16 + 16; ++n)
+        for (int64_t t = 0; t < z.rows; ++t)
+          narrow(z.gated ? silu(sum(t, n)) * sum(t, z.out + n) : sum(t, n), y + t * z.out + n);
     });
     return ffi::Error::Success();
   }
@@ -275,14 +297,15 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
 #endif
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
-                    ffi::Result<ffi::AnyBuffer> y) {
+                    ffi::Result<ffi::AnyBuffer> y, bool gated) {
   auto dims = w.dimensions();
   auto from = w.element_type(), to = y->element_type();
   if (x.element_type() != from) return ffi::Error::InvalidArgument("x and w must be of one type");
   int64_t bytes = from == ffi::F32 ? 4 : from == ffi::BF16 ? 2 : 1;
-  Shape z{x.dimensions()[0], dims[2] * bytes / 4, dims[1]};
+  Shape z{x.dimensions()[0], dims[2] * bytes / 4, gated ? dims[1] / 2 : dims[1], gated};
+  if (gated && to == ffi::S32) return ffi::Error::InvalidArgument("integers have no gate");
   auto xs = static_cast<const uint32_t*>(x.untyped_data());
-  auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * z.out * z.depth;
+  auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * dims[1] * z.depth;
   void* ys = y->untyped_data();
   if (from == ffi::S8 && to == ffi::S32) return multiply<Int8>(pool, xs, ws, z, static_cast<int32_t*>(ys));
   if (from == ffi::F32 && to == ffi::F32) return multiply<Float32>(pool, xs, ws, z, static_cast<float*>(ys));
@@ -309,4 +332,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_multiply, jaxserve::Multiply,
                                   .Arg<xla::ffi::AnyBuffer>()              // x [T, D]
                                   .Arg<xla::ffi::AnyBuffer>()              // w [layers, N, D]
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // layer [1]
-                                  .Ret<xla::ffi::AnyBuffer>());            // y [T, N]
+                                  .Ret<xla::ffi::AnyBuffer>()              // y [T, N]
+                              .Attr<bool>("gated"));

@@ -1,4 +1,4 @@
-// Work for several threads, and numbers as they lie in memory.
+// Work for several threads, numbers as they lie in memory, and functions of one or of several side by side.
 
 #pragma once
 
@@ -54,6 +54,35 @@ inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, uint16_t* to) {
   uint32_t bits = as_bits(x);
   *to = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+constexpr int kLanes = 16;  // numbers that are computed side by side
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline int32_t truncate(float x) { return static_cast<int32_t>(x); }
+inline Ints truncate(Floats x) { return __builtin_convertvector(x, Ints); }
+inline float as_floating(int32_t x) { return static_cast<float>(x); }
+inline Floats as_floating(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// e^x for x <= 0 to 2e-7 of its value: 2^n by the exponent bits, 2^f by Taylor's series around 0.
+template <typename F>
+inline F exp_of_negative(F x) {
+  x = (x > -87.0f ? x : x * 0 - 87.0f) * 1.44269504f;
+  auto n = truncate(x - 0.5f);
+  F f = (x - as_floating(n)) * 0.69314718f;
+  F p = 1 + f * (1 + f * (1 / 2.f + f * (1 / 6.f + f * (1 / 24.f + f * (1 / 120.f + f * (1 / 720.f))))));
+  n = (n + 127) << 23;
+  F power;
+  std::memcpy(&power, &n, sizeof power);
+  return p * power;
+}
+
+// x / (1 + e^-x)
+template <typename F>
+inline F silu(F x) {
+  F e = exp_of_negative(x > 0 ? -x : x);
+  return x * (x > 0 ? x * 0 + 1 : e) / (1 + e);
 }
 
 }  // namespace jaxserve

@@ -76,6 +76,15 @@ class Stacked(Leaf, Protocol):
     def at_layer(self, layer: Int[Array, ""]) -> Leaf: ...
 
 
+@runtime_checkable
+class Gated(Leaf, Protocol):
+    """A leaf that multiplies by two matrices [2, F, D] and joins the results at once."""
+
+    def project_gated(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
+        """`gate(self.project(x))`"""
+        ...
+
+
 Weight = nnx.Param | jax.Array | Leaf
 
 
@@ -115,6 +124,17 @@ def project(x: Float[Array, "T D"], w: Weight) -> Float[Array, "T ..."]:
     if isinstance(value, Leaf):
         return value.project(x)
     return jax.lax.dot_general(x, value, (((x.ndim - 1,), (value.ndim - 1,)), ((), ())), preferred_element_type=x.dtype)
+
+
+def project_gated(x: Float[Array, "T D"], w: Weight) -> Float[Array, "T F"]:
+    """`gate` of `project` with `w [2, F, D]`."""
+    value = _value(w)
+    return value.project_gated(x) if isinstance(value, Gated) else gate(project(x, w))
+
+
+def gate(y: Float[Array, "T 2 F"]) -> Float[Array, "T F"]:
+    """silu(y[:, 0]) * y[:, 1]"""
+    return jax.nn.silu(y[:, 0]) * y[:, 1]
 
 
 def embed(ids: Int[Array, " T"], w: Weight) -> Float[Array, "T D"]:

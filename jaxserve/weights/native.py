@@ -18,7 +18,7 @@ from jaxserve.weights.int8 import Int8Weight
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeWeight:
-    """A bfloat16 or float32 array as it is, in the place of itself. It takes its own layer out of a stack (`leaf.Stacked`)."""
+    """A bfloat16 or float32 array in the place of itself. It takes its own layer out of a stack (`leaf.Stacked`)."""
 
     stack: Float[Array, "layers *out D"]
     """Or [*out, D] where there is no stack."""
@@ -33,6 +33,11 @@ class NativeWeight:
 
     def project(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
         return self._times(x, x.dtype) if len(x) <= self.rows else leaf.project(x, self._array())
+
+    def project_gated(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
+        if len(x) > self.rows:
+            return leaf.gate(self.project(x))
+        return _multiply(x, self.stack, self.layer, x.dtype, gated=True)
 
     def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return leaf.embed(ids, self._array())
@@ -65,10 +70,10 @@ class NativeInt8Weight(Int8Weight):
         return Int8Weight(values, self.scales, self.axes, self.dtype)._product(x)
 
 
-def _multiply(x: Array, stack: Array, layer: Int[Array, ""] | None, dtype: jnp.dtype) -> Array:
+def _multiply(x: Array, stack: Array, layer: Int[Array, ""] | None, dtype: jnp.dtype, *, gated: bool = False) -> Array:
     """[T, D] by one layer of [layers, *out, D], or by [*out, D] where `layer` is None, to [T, out]."""
     stack = stack.reshape(1 if layer is None else len(stack), -1, x.shape[-1])
-    return native.multiply(x, stack, jnp.int32(0) if layer is None else layer, dtype)
+    return native.multiply(x, stack, jnp.int32(0) if layer is None else layer, dtype, gated=gated)
 
 
 def in_place[M: nnx.Module](model: M, kernels: native.Kernels) -> M:

@@ -75,7 +75,7 @@ STATIC = ("scale", "uniform", "window", "kernels")
 
 
 def attend(q: np.ndarray, kv: np.ndarray, b: Batch, first: int = 0, **options: object) -> tuple[np.ndarray, np.ndarray]:
-    """What the step's tokens get, and the pool after it. Their keys and values come from `kv`, where they lie as NaN."""
+    """What the step's tokens get, and the pool after it. The pool has NaN where `kv` has their keys and values."""
     slots, positions = np.asarray(b.slots), np.asarray(b.positions)
     pages, offsets = first + slots[positions >= 0] // PAGE, slots[positions >= 0] % PAGE
     new = np.zeros((len(slots), 2, KV_HEADS, HEAD), kv.dtype)
