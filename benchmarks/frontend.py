@@ -45,7 +45,7 @@ from jaxserve.weights.source import resolve_tokenizer
 from server.app import build_app
 from server.bench.client import Client, ClientError
 from server.service import Service
-from server.serving import Started, serve
+from server.serving import Started, keep_loaded, serve
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 SAID = (
@@ -460,6 +460,7 @@ def main() -> None:
     loads = [Load(args.streams, args.tokens, args.streams / rate, args.clients) for rate in args.rates]
     print(f"{args.streams} streams of {args.tokens} tokens\n")
     if args.rings:
+        keep_loaded()
         print(f"one ring after the other, {args.rates[0]:,.0f} tokens/s offered: CPU, us/token (tokens in a piece)")
         costs = [*engine_alone(args.model, loads[0]), streams_alone(args.model, loads[0])]
         costs += [app_alone(args.model, loads[0], path) for path in PATHS]

@@ -42,8 +42,7 @@ WATCH_SECONDS = 0.5
 GRACE_SECONDS = 1.0
 """For answers that say that the end has come."""
 YOUNG_OBJECTS = 50_000
-"""New ones that start a collection. A step of many streams makes thousands that live for a moment: at Python's own 700
-it would be interrupted several times, each time to look through what all streams hold."""
+"""New ones that start a collection: more than a step of many streams makes, which are gone by themselves after it."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that they close them first."""
 
@@ -102,6 +101,13 @@ def serve(config: EngineConfig, server: ServerConfig, start: Start = start_engin
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def keep_loaded() -> None:
+    """What is loaded stays, and later collections are few: each stops all streams while it looks around."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -236,9 +242,7 @@ class Run:
         gc.disable()  # most of what a start makes stays: to look through it again and again takes half a second
         try:
             started = self._start(self._service.config, progress=self._progress, observers=(self._metrics, self._line))
-            gc.collect()
-            gc.freeze()  # whoever looks through what is loaded again stops all streams meanwhile
-            gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+            keep_loaded()
         except BaseException as error:
             failure = error
         finally:

@@ -105,6 +105,7 @@ class Model(nnx.Module):
         keys = {"rngs": rngs, "dtype": jnp.bfloat16}
         self.wide = Linear(64, (2, 16), (None, "mlp", "embed"), bias=True, **keys)
         self.odd = Linear(24, (16,), ("mlp", "embed"), **keys)
+        self.narrow = Linear(64, (2, 24), (None, "mlp", "embed"), **keys)
         self.gain = leaf.gain(64, jnp.float32)
 
     def gated(self, x: jax.Array) -> jax.Array:
@@ -138,7 +139,13 @@ def test_a_native_weight_is_the_array_to_the_model(kernels, rows: int) -> None:
     model = Model(nnx.Rngs(0))
     x = draw(rows, 64)
     found = in_place(model, dataclasses.replace(kernels, rows=8))
-    for got, want in ((found.wide(x), model.wide(x)), (found.gated(x), model.gated(x))):
+    assert isinstance(found.narrow.w.get_value(), NativeWeight), "48 outputs fit, 24 for each half do not"
+    pairs = (
+        (found.wide(x), model.wide(x)),
+        (found.gated(x), model.gated(x)),
+        (found.narrow.gated(x), model.narrow.gated(x)),
+    )
+    for got, want in pairs:
         assert got.shape == want.shape and got.dtype == jnp.bfloat16
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.02)
 

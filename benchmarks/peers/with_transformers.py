@@ -8,12 +8,17 @@ from collections.abc import Sequence
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
-from transformers import AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
+from transformers import (  # pyright: ignore[reportMissingImports]
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.driver import Answer, Answered, Request, Setting, drive
 
 BATCH = {"single": 1, "static16": 16}
+PAGE, BATCH_TOKENS = 256, 1024
 
 
 def start(setting: Setting) -> Answer:
@@ -22,7 +27,7 @@ def start(setting: Setting) -> Answer:
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype="auto").eval()
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
     if setting.variant == "continuous":
-        return _together(model)
+        return _together(model, setting)
     size = BATCH[setting.variant]
 
     def answer(requests: Sequence[Request]) -> Answered:
@@ -45,8 +50,16 @@ def _batch(model: transformers.PreTrainedModel, batch: Sequence[Request]) -> lis
     return [tokens[:count] for tokens, (_, count) in zip(made, batch, strict=True)]
 
 
-def _together(model: transformers.PreTrainedModel) -> Answer:
-    manager = model.init_continuous_batching(GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0))
+def _together(model: transformers.PreTrainedModel, setting: Setting) -> Answer:
+    """Its cache and its batches are bounded, as by itself it takes most of the memory that is free."""
+    bounds = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=setting.sequences * setting.length // PAGE,
+        max_batch_tokens=BATCH_TOKENS,
+        max_requests_per_batch=setting.sequences,
+    )
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    manager = model.init_continuous_batching(greedy, bounds)
     manager.start()
 
     def answer(requests: Sequence[Request]) -> Answered:

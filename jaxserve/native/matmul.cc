@@ -303,6 +303,8 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ff
   if (x.element_type() != from) return ffi::Error::InvalidArgument("x and w must be of one type");
   int64_t bytes = from == ffi::F32 ? 4 : from == ffi::BF16 ? 2 : 1;
   Shape z{x.dimensions()[0], dims[2] * bytes / 4, gated ? dims[1] / 2 : dims[1], gated};
+  if (z.out % 16 || z.depth % 16 || dims[2] * bytes % 4)
+    return ffi::Error::InvalidArgument("N, of each of two if gated, must be a multiple of 16, a row of w one of 64 bytes");
   if (gated && to == ffi::S32) return ffi::Error::InvalidArgument("integers have no gate");
   auto xs = static_cast<const uint32_t*>(x.untyped_data());
   auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * dims[1] * z.depth;

@@ -35,7 +35,7 @@ class NativeWeight:
         return self._times(x, x.dtype) if len(x) <= self.rows else leaf.project(x, self._array())
 
     def project_gated(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
-        if len(x) > self.rows:
+        if len(x) > self.rows or self.stack.shape[-2] % native.OUT:
             return leaf.gate(self.project(x))
         return _multiply(x, self.stack, self.layer, x.dtype, gated=True)
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class Content:
+
+class Content(Struct, frozen=True):
     """Text for the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(Struct, frozen=True):
     """Text that the model thought."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(Struct, frozen=True):
     """Tool call `index` (0, 1, ...) begins. `id`: where the model's format has one."""
 
     index: int
@@ -29,16 +27,14 @@ class CallStart:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Struct, frozen=True):
     """More of the arguments of call `index`; joined, a JSON text."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnd:
+class CallEnd(Struct, frozen=True):
     """Call `index` is complete."""
 
     index: int

@@ -370,6 +370,7 @@ def test_the_commands_of_servers(tmp_path: Path):
     assert all("1234" in words for words in commands.values())
     assert commands["jaxserve"][:3] == [str(python.with_name("jaxserve")), "serve", "m"]
     assert "--enable-prefix-caching" in commands["jaxserve"] and "--quantization" not in commands["jaxserve"]
+    assert commands["vllm"][:5] == [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
     assert "--no-enable-prefix-caching" in served.command(ENGINES[1], installed, replace(setting, caching=False), 1)
     assert commands["llama_cpp"][0] == "/where/llama-server"
     with pytest.raises(ValueError, match="has no server here"):

@@ -128,6 +128,21 @@ print(gc.isenabled())
     assert run(failing).stdout == "False\nTrue\n"
 
 
+def test_what_the_streams_of_a_step_make_starts_no_collection_once_an_engine_is_loaded() -> None:
+    counting = """
+import gc
+from server.serving import keep_loaded
+
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+keep_loaded()
+before, living = collections(), [[] for _ in range(20_000)]
+print(collections() - before, gc.get_freeze_count() > 0)
+"""
+    assert run(counting).stdout == "0 True\n"
+
+
 def test_help_version_and_chat_need_no_jax() -> None:
     assert run(WITHOUT_JAX, "--version").stdout == f"jaxserve {__version__}\n"
     for words in (("--help",), ("serve", "--help"), ("chat", "--help"), ()):
