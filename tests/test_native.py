@@ -100,6 +100,18 @@ def test_a_row_does_not_depend_on_the_others(kernels) -> None:
         np.testing.assert_array_equal(whole[some], run(x[some], w, jnp.int32(0), dtype=jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("zeros", [1, 15, 16, 20, 40, 70])
+def test_zeros_at_the_end_give_zeros(kernels, zeros: int, dtype: jnp.dtype) -> None:
+    if not kernels.multiplies(64, 96, dtype):
+        pytest.skip("this processor has neither AVX-512 nor AMX")
+    x, w = draw(70, 64).astype(dtype).at[70 - zeros :].set(0), draw(1, 96, 64).astype(dtype)
+    run = jax.jit(native.multiply, static_argnames="dtype")
+    got = run(x, w, jnp.int32(0), dtype=jnp.int32 if dtype == jnp.int8 else jnp.float32)
+    np.testing.assert_allclose(got, product(x, w[0]), rtol=1e-5, atol=1e-4)
+    assert not np.any(got[70 - zeros :])
+
+
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         keys = {"rngs": rngs, "dtype": jnp.bfloat16}

@@ -91,7 +91,8 @@ def forward(
     """Computes `tokens` flat tokens of up to `chunks` chunks: writes their KV, leaves their hidden states in `work`.
 
     `packed`: ids i32[T] (-1: the row's table holds the token; anything else is written there first), row i32[S],
-    count i32[S], then page entries (group, row, index, page) i32[E, 4]. Padding has the spare row and count 0.
+    count i32[S], then page entries (group, row, index, page) i32[E, 4]. Padding has the spare row and count 0; its
+    hidden states are zeros, which native products skip.
     """
     model: Decoder = jax.tree.unflatten(shape.model, leaves)
     given, row_of, counts, entries = _unpack(packed, tokens, chunks)
@@ -126,14 +127,14 @@ def forward(
     ]
     x, kv = run_layers(
         model.segments,
-        model.embed_tokens(ids),
+        jnp.where(live[:, None], model.embed_tokens(ids), 0),
         kv,
         _Flat(position, rows.prompt_len[row]),
         _Attend(shape, batches),
     )
     x = model.finish(x)
     rows = dataclasses.replace(rows, computed=rows.computed.at[row_of].add(counts))
-    picked = x[jnp.maximum(ends - 1, 0)]
+    picked = jnp.where((counts > 0)[:, None], x[jnp.maximum(ends - 1, 0)], 0)
     return (
         rows,
         kv,

@@ -82,7 +82,7 @@ def attend(
     """
     if kernels is not None and kernels.attends(kv.dtype):
         where = batch.table, batch.starts, batch.counts, batch.lengths, batch.slots, first
-        out, kv = kernels.attend(q, k, v, kv, *where, window, scale, alone=uniform)
+        out, kv = kernels.attend(q, k, v, kv, *where, window, scale)
         return out.astype(q.dtype), kv
     size = kv.shape[0] * kv.shape[3]
     slots = jnp.where(batch.slots < size, batch.slots + first * kv.shape[3], size)

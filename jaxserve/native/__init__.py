@@ -29,10 +29,10 @@ HERE = Path(__file__).parent
 MULTIPLY = "jaxserve_multiply"
 """XLA's name of it."""
 COMPILERS = ("c++", "g++", "clang++")
-# Of what -ffast-math stands for, all but the part that changes how the whole process treats small numbers.
+# Sums stay in the order in which they are written.
 MATHS = ("math-errno", "trapping-math", "signed-zeros")
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fassociative-math", "-ffinite-math-only"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-ffinite-math-only"),
     *(f"-fno-{name}" for name in MATHS),
 )
 TIMEOUT = 120
@@ -92,21 +92,20 @@ class Kernels:
         first: Int[Array, ""],
         window: int | Int[Array, ""] | None,
         scale: float,
-        alone: bool,
     ) -> tuple[Float[Array, "T N H"], Float[Array, "pages 2 K page H"]]:
         """Writes the step's keys and values into the pool, in place, and attends to each token's sequence up to itself.
 
         Chunk s: tokens starts[s] .. starts[s] + counts[s] - 1, the last of the `lengths[s]` of the sequence whose pages
         are `table[s]`. `slots`: page * size + offset, the largest int32 for tokens of no chunk, which get zeros.
-        `first` is added to every page number; `window` w: a token sees itself and the w - 1 before it. `alone`: every
-        token's sums are added as if it came in alone. All arrays have the pool's type, sums are float32.
+        `first` is added to every page number; `window` w: a token sees itself and the w - 1 before it. All arrays have
+        the pool's type, sums are float32. A token's bits do not depend on how it comes in, or with whom.
         """
         where = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, 0 if window is None else window)])
         results = jax.ShapeDtypeStruct(q.shape, kv.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)
         call = jax.ffi.ffi_call(self.attend_name, results, input_output_aliases={3: 1})
         q, k, v = (x.astype(kv.dtype) for x in (q, k, v))
         ids = table, starts, counts, lengths, slots, where
-        out, kv = call(q, k, v, kv, *ids, scale=np.float32(scale), alone=alone)
+        out, kv = call(q, k, v, kv, *ids, scale=np.float32(scale))
         return out, kv
 
 

@@ -1,8 +1,8 @@
 // Paged attention on a CPU, called by XLA (jax.ffi). XLA would copy every page into a buffer, convert it and multiply it in
 // tiles too small for its matrix kernels; here each key and value is read where it lies.
 //
-// One item of work is one token, or 16 tokens of one chunk, and one KV head, computed by one thread in the order of the keys:
-// a token's bits depend on nothing else that is in the step. The threads are XLA's own.
+// One item of work is one token, or 16 tokens of one chunk, and one KV head, computed by one thread. Both ways do the same
+// additions in the same order, so a token's bits depend on nothing else that is in the step. The threads are XLA's own.
 
 #include <vector>
 
@@ -18,10 +18,11 @@ namespace {
 
 constexpr int kTile = 128;  // keys between two corrections of the running sums
 constexpr int kGroup = JAXSERVE_GROUP, kHeadDim = JAXSERVE_HEAD_DIM;
-constexpr int kTogether = 8;  // heads of one token whose sums fit the registers
-constexpr int kAhead = 2;     // pages of keys that are fetched before their use
-constexpr int kAlone = 4;     // tokens of a chunk that are computed one by one, others kLanes side by side
-constexpr int kStrip = 8;     // keys, or elements of values, whose sums fit the registers for kBeside heads
+constexpr int kParts = (kHeadDim + kLanes - 1) / kLanes;                // vectors of a head
+constexpr int kTogether = std::min(std::max(24 / kParts, 1), kLanes);  // heads of one token whose sums fit the registers
+constexpr int kAhead = 32;  // keys that are fetched before their use
+constexpr int kAlone = 4;  // tokens of a chunk that are computed one by one, others kLanes side by side
+constexpr int kStrip = 8;  // keys, or elements of values, whose sums fit the registers for kBeside heads
 constexpr int kBeside = kGroup % 3 == 0 ? 3 : kGroup % 2 == 0 ? 2 : 1;
 constexpr float kNothing = -1e30f;  // the score of what is not seen
 
@@ -35,67 +36,106 @@ struct Pages {
 
   T* at(int64_t i, int part) const { return pool + (((first + table[i]) * 2 + part) * heads + head) * size * kHeadDim; }
 
-  // Calls run(row, key - from) for the keys (part 0) or values (1) from .. to - 1, of a sequence that ends with `last`.
-  template <typename F>
-  void rows(int part, int from, int to, int last, F run) const {
+  // Pointers to the keys (part 0) or values (1) from .. to - 1.
+  void rows(int part, int from, int to, const T** row) const {
     for (int key = from; key < to;) {
       int64_t page = key / size, offset = key % size;
-      if (part == 0) {
-        fetch(page + kAhead, 0, last);
-        fetch(page, 1, last);
-      }
       int end = std::min<int64_t>(to, key - offset + size);
-      const T* row = at(page, part) + offset * kHeadDim;
-      for (; key < end; ++key, row += kHeadDim) run(row, key - from);
+      const T* place = at(page, part) + offset * kHeadDim;
+      for (; key < end; ++key, place += kHeadDim) *row++ = place;
     }
-  }
-
-  // Pages lie anywhere, so the processor does not guess which comes next.
-  void fetch(int64_t i, int part, int last) const {
-    if (i * size > last) return;
-    auto line = reinterpret_cast<const char*>(at(i, part));
-    for (int64_t byte = 0; byte < size * kHeadDim * int64_t{sizeof(T)}; byte += 64) __builtin_prefetch(line + byte);
   }
 };
 
-// Query heads [G, H] of one token at `at` over the keys low .. at.
+// The arithmetic of a token and a head, whichever way it is computed: a key's product is added element by element, a tile's
+// weights in kLanes parts, a value's element key by key.
+
+// Element e of the words that lie in the lanes.
+inline Floats element(const Ints& words, const float*, int) { return reinterpret_cast<Floats>(words); }
+inline Floats element(const Ints& words, const uint16_t*, int e) {
+  return reinterpret_cast<Floats>(e ? words & static_cast<int32_t>(0xFFFF0000) : words << 16);
+}
+
+// Pages lie anywhere, so the processor does not guess which row comes next.
+template <typename T>
+void fetch(const T* row) {
+  for (int i = 0; i < kHeadDim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+}
+
+// Products of queries [G, H] with kLanes keys.
+template <int G, typename T>
+void multiply(const float (&q)[G][kHeadDim], const T* const* row, Floats (&dot)[G]) {
+  constexpr int kEach = 4 / sizeof(T), kWords = kHeadDim / kEach;
+#pragma GCC unroll 8
+  for (int k = 0; k < kWords; k += kLanes) {
+    Ints word[kLanes] = {};
+    for (int i = 0; i < kLanes; ++i) std::memcpy(&word[i], row[i] + k * kEach, 4 * std::min(kLanes, kWords - k));
+    transpose(word);
+#pragma GCC unroll 16
+    for (int i = 0; i < std::min(kLanes, kWords - k); ++i)
+      for (int e = 0; e < kEach; ++e) {
+        Floats key = element(word[i], row[0], e);
+        for (int g = 0; g < G; ++g) dot[g] = multiply_add(q[g][(k + i) * kEach + e], key, dot[g]);
+      }
+  }
+}
+
+// Query heads [G, H] of one token at `at` over the keys low .. at. Scores have kLanes keys side by side.
 template <int G, typename T>
 void attend_alone(const T* query, const Pages<T>& pages, float scale, int low, int at, T* out) {
-  constexpr int H = kHeadDim;
-  float q[G][H], sum[G][H] = {}, top[G], norm[G] = {};
-  float score[G][kTile];
+  constexpr int H = kHeadDim, kLast = H - (kParts - 1) * kLanes;
+  float q[G][H];
+  Floats sum[G][kParts] = {}, score[G][kTile / kLanes];
+  Floats top = Floats{} + kNothing, norm = {};  // of head g in lane g
+  const T *key[kTile + kAhead], *value[kTile];
   for (int g = 0; g < G; ++g)
     for (int h = 0; h < H; ++h) q[g][h] = widen(query[g * H + h]) * scale;
-  std::fill(top, top + G, kNothing);
   for (int begin = low / kTile * kTile; begin <= at; begin += kTile) {
-    int from = std::max(begin, low), to = std::min(begin + kTile, at + 1);
-    pages.rows(0, from, to, at, [&](const T* k, int c) {
-      float dot[G] = {};
-      for (int h = 0; h < H; ++h) {
-        float x = widen(k[h]);
-        for (int g = 0; g < G; ++g) dot[g] += q[g][h] * x;
+    int from = std::max(low - begin, 0), to = std::min(kTile, at + 1 - begin), n = (to + kLanes - 1) / kLanes;
+    int more = std::min(to + kAhead, at + 1 - begin);
+    pages.rows(0, begin + from, begin + more, key + from);
+    pages.rows(1, begin + from, begin + to, value + from);
+    std::fill(key, key + from, key[from]);
+    std::fill(key + more, key + n * kLanes + kAhead, key[from]);
+    std::fill(value, value + from, value[from]);
+    std::fill(value + to, value + n * kLanes, value[from]);
+    Floats best = top, total = {};
+    for (int c = 0; c < n; ++c) {
+      Floats dot[G] = {};
+      for (int i = c * kLanes; i < (c + 1) * kLanes; ++i) {
+        fetch(key[i + kAhead]);
+        fetch(value[i]);
       }
-      for (int g = 0; g < G; ++g) score[g][c] = dot[g];
-    });
-    int n = to - from;
-    for (int g = 0; g < G; ++g) {
-      float best = top[g], total = 0;
-      for (int c = 0; c < n; ++c) best = std::max(best, score[g][c]);
-      for (int c = 0; c < n; ++c) total += score[g][c] = exp_of_negative(score[g][c] - best);
-      float shrink = exp_of_negative(top[g] - best);
-      top[g] = best;
-      norm[g] = norm[g] * shrink + total;
-      for (int h = 0; h < H; ++h) sum[g][h] *= shrink;
+      multiply(q, key + c * kLanes, dot);
+      Ints place = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + c * kLanes;
+      for (int g = 0; g < G; ++g) {
+        score[g][c] = (place >= from) & (place < to) ? dot[g] : Floats{} + kNothing;
+        for (int i = 0; i < kLanes; ++i) best[g] = std::max(best[g], score[g][c][i]);
+      }
     }
-    pages.rows(1, from, to, at, [&](const T* v, int c) {
-      for (int h = 0; h < H; ++h) {
-        float x = widen(v[h]);
-        for (int g = 0; g < G; ++g) sum[g][h] += score[g][c] * x;
+    for (int g = 0; g < G; ++g) {
+      Floats parts = {};
+      for (int c = 0; c < n; ++c) {
+        Floats p = exp_of_negative(score[g][c] - best[g]);
+        parts += score[g][c] = score[g][c] > kNothing ? p : Floats{};
       }
-    });
+      total[g] = jaxserve::total(parts);
+    }
+    Floats shrink = exp_of_negative(top - best), add[G][kParts] = {};
+    top = best;
+    norm = multiply_add(norm, shrink, total);
+    for (int c = from; c < to; ++c) {
+      Floats v[kParts];
+      for (int i = 0; i < kParts - 1; ++i) v[i] = load(value[c] + i * kLanes);
+      v[kParts - 1] = load<kLast>(value[c] + H - kLast);
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < kParts; ++i) add[g][i] = multiply_add(score[g][c / kLanes][c % kLanes], v[i], add[g][i]);
+    }
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < kParts; ++i) sum[g][i] = multiply_add(shrink[g], sum[g][i], add[g][i]);
   }
   for (int g = 0; g < G; ++g)
-    for (int h = 0; h < H; ++h) narrow(sum[g][h] / norm[g], out + g * H + h);
+    for (int h = 0; h < H; ++h) narrow(sum[g][h / kLanes][h % kLanes] / norm[g], out + g * H + h);
 }
 
 template <int G = kGroup, typename T>
@@ -122,39 +162,42 @@ void attend_beside(const T* query, const Pages<T>& pages, float scale, int windo
   for (int g = 0; g < G; ++g) top[g] = Floats{} + kNothing;
   int lowest = std::max(low[0], 0), last = at + count - 1;
   for (int begin = lowest / kTile * kTile; begin <= last; begin += kTile) {
-    int from = std::max(begin, lowest), to = std::min(begin + kTile, last + 1), n = (to - from + kStrip - 1) / kStrip * kStrip;
+    int from = std::max(lowest - begin, 0), to = std::min(kTile, last + 1 - begin), n = (to + kLanes - 1) / kLanes * kLanes;
     auto put = [&](float (&tile)[kTile][H], int part) {
-      pages.rows(part, from, to, last, [&](const T* row, int c) {
-        for (int h = 0; h < H; ++h) tile[c][h] = widen(row[h]);
-      });
-      std::fill(tile[to - from], tile[n], 0.0f);
+      const T* row[kTile];
+      pages.rows(part, begin + from, begin + to, row);
+      for (int c = from; c < to; ++c)
+        for (int h = 0; h < H; ++h) tile[c][h] = widen(row[c - from][h]);
+      std::fill(tile[0], tile[from], 0.0f);
+      std::fill(tile[to], tile[n], 0.0f);
     };
     put(keys, 0);
     put(values, 1);
-    Ints end = position < to ? position : Ints{} + (to - 1);
     for (int c = 0; c < n; c += kStrip) {
       Floats dot[G][kStrip] = {};
       for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
         for (int i = 0; i < kStrip; ++i)
 #pragma GCC unroll 4
-          for (int g = 0; g < G; ++g) dot[g][i] += q[g][h] * keys[c + i][h];
+          for (int g = 0; g < G; ++g) dot[g][i] = multiply_add(keys[c + i][h], q[g][h], dot[g][i]);
       for (int i = 0; i < kStrip; ++i) {
-        Ints key = Ints{} + (from + c + i);
-        for (int g = 0; g < G; ++g) score[g][c + i] = (key <= end) & (key >= low) ? dot[g][i] : Floats{} + kNothing;
+        Ints key = Ints{} + (begin + c + i);
+        for (int g = 0; g < G; ++g) score[g][c + i] = (key <= position) & (key >= low) ? dot[g][i] : Floats{} + kNothing;
       }
     }
+    Floats shrink[G];
     for (int g = 0; g < G; ++g) {
-      Floats best = top[g], total = {};
+      Floats best = top[g], parts[kLanes] = {};
       for (int c = 0; c < n; ++c) best = best > score[g][c] ? best : score[g][c];
       for (int c = 0; c < n; ++c) {
         Floats p = exp_of_negative(score[g][c] - best);
-        total += score[g][c] = score[g][c] > kNothing ? p : Floats{};
+        parts[c % kLanes] += score[g][c] = score[g][c] > kNothing ? p : Floats{};
       }
-      Floats shrink = exp_of_negative(top[g] - best);
+      for (int some = kLanes / 2; some > 0; some /= 2)
+        for (int i = 0; i < some; ++i) parts[i] += parts[i + some];
+      shrink[g] = exp_of_negative(top[g] - best);
       top[g] = best;
-      norm[g] = norm[g] * shrink + total;
-      for (int h = 0; h < H; ++h) sum[g][h] *= shrink;
+      norm[g] = multiply_add(norm[g], shrink[g], parts[0]);
     }
     for (int h = 0; h < H; h += kStrip) {
       Floats add[G][kStrip] = {};
@@ -162,9 +205,9 @@ void attend_beside(const T* query, const Pages<T>& pages, float scale, int windo
 #pragma GCC unroll 8
         for (int i = 0; i < kStrip; ++i)
 #pragma GCC unroll 4
-          for (int g = 0; g < G; ++g) add[g][i] += score[g][c] * values[c][h + i];
+          for (int g = 0; g < G; ++g) add[g][i] = multiply_add(values[c][h + i], score[g][c], add[g][i]);
       for (int i = 0; i < kStrip; ++i)
-        for (int g = 0; g < G; ++g) sum[g][h + i] += add[g][i];
+        for (int g = 0; g < G; ++g) sum[g][h + i] = multiply_add(sum[g][h + i], shrink[g], add[g][i]);
     }
   }
   for (int t = 0; t < count; ++t)
@@ -178,7 +221,6 @@ struct Step {
   int64_t first;  // page of the layer
   int window;     // 0: none
   float scale;
-  bool alone;  // every token
 };
 
 struct Item {
@@ -188,7 +230,7 @@ struct Item {
 std::vector<Item> items(const Step& z) {
   std::vector<Item> found;
   for (int s = 0; s < z.chunks; ++s) {
-    int together = z.alone || z.counts[s] <= kAlone ? 1 : kLanes;
+    int together = z.counts[s] <= kAlone ? 1 : kLanes;
     for (int i = 0; i < z.counts[s]; i += together) found.push_back({s, i, std::min(together, z.counts[s] - i)});
   }
   return found;
@@ -227,7 +269,7 @@ using Ids = ffi::Buffer<ffi::S32>;
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer kv, Ids table,
                   Ids starts, Ids counts, Ids lengths, Ids slots, Ids where, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<ffi::AnyBuffer> kv_out, float scale, bool alone) {
+                  ffi::Result<ffi::AnyBuffer> kv_out, float scale) {
   auto shape = kv.dimensions();
   if (shape[4] != kHeadDim || q.dimensions()[1] != shape[2] * kGroup)
     return ffi::Error::InvalidArgument("compiled for other heads");
@@ -247,8 +289,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
          .slots = slots.typed_data(),
          .first = where.typed_data()[0],
          .window = where.typed_data()[1],
-         .scale = scale,
-         .alone = alone};
+         .scale = scale};
   auto go = [&](auto* kv) {
     using T = std::remove_pointer_t<decltype(kv)>;
     auto data = [](auto& buffer) { return static_cast<const T*>(buffer.untyped_data()); };
@@ -277,5 +318,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attend, jaxserve::Attend,
                                   .Arg<jaxserve::Ids>()        // first page of the layer; window, 0: none
                                   .Ret<xla::ffi::AnyBuffer>()  // [T, N, H]
                                   .Ret<xla::ffi::AnyBuffer>()  // kv itself
-                                  .Attr<float>("scale")
-                                  .Attr<bool>("alone"));  // whether no tokens are computed side by side
+                                  .Attr<float>("scale"));

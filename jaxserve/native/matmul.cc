@@ -3,7 +3,7 @@
 //
 // The weights are read where they lie: one layer of a stack that is never copied, in the order of the file. Every sum runs
 // over D in the same order whatever T is: a row's bits do not depend on the other rows. Gated, w is two matrices [2, N, D] and
-// the result silu of the first product times the second.
+// the result silu of the first product times the second. Zeros at the end of x, which are a step's padding, cost nothing.
 //
 // All is counted in words of 32 bits: one float32, two bfloat16 or four int8. x is packed so that a vector holds the same word
 // of 16 rows. With AVX-512 a word of w is multiplied with such vectors; with AMX the tiles of w are the left operand as they
@@ -33,47 +33,36 @@ struct Shape {
 
 #ifdef JAXSERVE_VECTORS
 
-constexpr int kSide = 16;  // words of a vector
-constexpr int kMost = 3;   // vectors of rows of x that are multiplied together
+constexpr int kSide = kLanes;  // words of a vector
+constexpr int kMost = 3;       // vectors of rows of x that are multiplied together
 
 struct alignas(64) Sums {
   uint32_t of[kSide][kSide];  // [row of w, row of x]
 };
 
-// Swaps rows and columns: blocks of 8, then of 4, 2 and 1, each across its diagonal.
-void transpose(__m512i (&row)[kSide]) {
-  __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 4
-  for (int side = kSide / 2; side > 0; side /= 2) {
-    __mmask16 right = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(side));
-    __m512i upper = _mm512_mask_add_epi32(lane, right, lane, _mm512_set1_epi32(kSide - side));
-    __m512i lower = _mm512_mask_add_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(side)), right, lane, _mm512_set1_epi32(kSide));
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) {
-      if (i & side) continue;
-      __m512i a = row[i], b = row[i + side];
-      row[i] = _mm512_permutex2var_epi32(a, upper, b);
-      row[i + side] = _mm512_permutex2var_epi32(a, lower, b);
-    }
-  }
-}
-
-// Rows 16 t .. 16 t + 15 of x, word by word: each vector holds one word of all of them. Missing rows are zero.
-void pack(const uint32_t* x, const Shape& z, int64_t t, uint32_t* to) {
+// Rows 16 t .. 16 t + 15 of x, word by word: each vector holds one word of all of them. Missing rows are zero. Returns
+// whether any is not.
+bool pack(const uint32_t* x, const Shape& z, int64_t t, uint32_t* to) {
   int rows = std::min<int64_t>(kSide, z.rows - t * kSide);
   const uint32_t* from = x + t * kSide * z.depth;
+  Ints bits = {};
   for (int64_t k = 0; k < z.depth; k += kSide, to += kSide * kSide) {
-    __m512i row[kSide];
-    for (int i = 0; i < kSide; ++i) row[i] = i < rows ? _mm512_loadu_si512(from + i * z.depth + k) : _mm512_setzero_si512();
+    Ints row[kSide] = {};
+    for (int i = 0; i < rows; ++i) std::memcpy(&row[i], from + i * z.depth + k, sizeof(Ints));
+    for (Ints some : row) bits |= some;
     transpose(row);
-    for (int i = 0; i < kSide; ++i) _mm512_store_si512(to + i * kSide, row[i]);
+    std::memcpy(to, row, sizeof row);
   }
+  int32_t any = 0;
+  for (int i = 0; i < kSide; ++i) any |= bits[i];
+  return any;
 }
 
-void put(__m512i x, float* to) { _mm512_storeu_si512(to, x); }
-void put(__m512i x, int32_t* to) { _mm512_storeu_si512(to, x); }
-void put(__m512i x, uint16_t* to) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(x))));
+void put(const Ints& x, float* to) { std::memcpy(to, &x, sizeof x); }
+void put(const Ints& x, int32_t* to) { std::memcpy(to, &x, sizeof x); }
+void put(const Ints& x, uint16_t* to) {
+  auto narrow = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+  std::memcpy(to, &narrow, sizeof narrow);
 }
 
 // The rows of w that one thread takes: 16 from `first` on, and 16 from `second` on unless that is below 0.
@@ -90,8 +79,8 @@ Block block_at(int64_t i, const Shape& z) {
 // Sums into y [T, N] from row t and column n on.
 template <typename Out>
 void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
-  __m512i row[kSide];
-  for (int i = 0; i < kSide; ++i) row[i] = _mm512_load_si512(sums.of[i]);
+  Ints row[kSide];
+  std::memcpy(row, sums.of, sizeof row);
   transpose(row);
   int64_t rows = std::min<int64_t>(kSide, z.rows - t);
   for (int64_t i = 0; i < rows; ++i) put(row[i], y + (t + i) * z.out + n);
@@ -255,11 +244,18 @@ void run(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, O
 }
 
 template <typename Type, typename Out>
-ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
+ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, Shape z, Out* y) {
   int64_t tall = (z.rows + kSide - 1) / kSide, size = z.depth * kSide;
   std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * size + kSide]);
   uint32_t* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
-  share(pool, tall, [=](int64_t t) { pack(x, z, t, packed + t * size); });
+  std::atomic<int64_t> live{0};  // rows up to the last that is not zero
+  share(pool, tall, [=, &live](int64_t t) {
+    int64_t end = std::min((t + 1) * kSide, z.rows), most = live;
+    if (pack(x, z, t, packed + t * size))
+      while (most < end && !live.compare_exchange_weak(most, end)) continue;
+  });
+  std::fill(y + live * z.out, y + z.rows * z.out, Out{});
+  z.rows = live;
   share(pool, blocks(z), [=](int64_t i) { run<Type>(packed, w, block_at(i, z), z, y); });
   return ffi::Error::Success();
 }
@@ -276,19 +272,17 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
     return ffi::Error::InvalidArgument("only bfloat16 without AVX-512");
   } else {
     int64_t depth = z.depth * 2;
-    auto narrow_x = reinterpret_cast<const uint16_t*>(x);
-    std::shared_ptr<float[]> wide(new float[z.rows * depth]);
-    for (int64_t i = 0; i < z.rows * depth; ++i) wide[i] = widen(narrow_x[i]);
+    auto halves = [](const uint32_t* words) { return reinterpret_cast<const uint16_t*>(words); };
     auto sum = [=](int64_t t, int64_t n) {
-      auto from = reinterpret_cast<const uint16_t*>(w) + n * depth;
-      float sum = 0;
-      for (int64_t k = 0; k < depth; ++k) sum += wide[t * depth + k] * widen(from[k]);
-      return sum;
+      Floats sum = {};
+      for (int64_t k = 0; k < depth; k += kLanes) 
+        sum = multiply_add(load(halves(x) + t * depth + k), load(halves(w) + n * depth + k), sum);
+      return total(sum);
     };
     share(pool, z.out / 16, [=](int64_t block) {
       for (int64_t n = block * 16; n < block * 16 + 16; ++n)
         for (int64_t t = 0; t < z.rows; ++t)
-          narrow(z.gated ? silu(sum(t, n)) * sum(t, z.out + n) : sum(t, n), y + t * z.out + n);
+          narrow(z.gated ? silu(Floats{} + sum(t, n))[0] * sum(t, z.out + n) : sum(t, n), y + t * z.out + n);
     });
     return ffi::Error::Success();
   }

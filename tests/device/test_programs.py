@@ -25,19 +25,14 @@ def computations(text: str) -> dict[str, str]:
 
 
 def layer_loop(text: str) -> str:
-    """The loop over layers is the one whose body holds the other loops (attention's)."""
+    """The loop over layers is the outermost one that multiplies matrices."""
     parts = computations(text)
-    bodies = {m for part in parts.values() for m in re.findall(r"while\([^\n]*body=%?([\w.\-]+)", part)}
-    outer = [
-        name for name in bodies if " while(" in parts[name] and "dot(" in parts[name] + "".join(called(parts, name))
-    ]
-    entry = [
-        name
-        for name in bodies
-        if any(f"body=%{name}" in p or f"body={name}" in p for k, p in parts.items() if "main" in k)
-    ]
-    (name,) = [n for n in outer if n in entry] or outer
-    return parts[name] + "".join(called(parts, name))
+    whole = {
+        name: parts[name] + "".join(called(parts, name))
+        for part in parts.values()
+        for name in re.findall(r"while\([^\n]*body=%?([\w.\-]+)", part)
+    }
+    return max((body for body in whole.values() if "dot(" in body), key=len)
 
 
 def called(parts: dict[str, str], name: str) -> Iterator[str]:

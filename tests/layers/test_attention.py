@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -124,6 +125,29 @@ def test_what_others_left_behind_the_end_does_not_matter(kernels) -> None:
     dirty[0] = np.nan
     clean, other = (attend(q, pool, b, window=None, scale=1.0, kernels=kernels)[0] for pool in (kv, dirty))
     np.testing.assert_array_equal(clean, other)
+
+
+@pytest.mark.parametrize("window", [None, 20, 140])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_native_kernel_gives_a_token_the_same_bits_however_it_comes_in(kernels, dtype, window: int | None) -> None:
+    """As part of a prompt, and alone."""
+    if kernels is None:
+        pytest.skip("XLA's attention promises it where `uniform` is asked for")
+    length, count, options = 300, 200, {"window": window, "scale": HEAD**-0.5, "kernels": kernels}
+    b = batch([length], [count], count, 1)
+    kv = RNG.normal(size=(PAGES, 2, KV_HEADS, PAGE, HEAD)).astype(dtype)
+    q = RNG.normal(size=(count, KV_HEADS * GROUP, HEAD)).astype(dtype)
+    together = attend(q, kv, b, **options)[0]
+    for i in (0, 7, 100, count - 1):
+        position = length - count + i
+        one = dataclasses.replace(
+            b,
+            counts=jnp.ones(1, jnp.int32),
+            lengths=jnp.full(1, position + 1, jnp.int32),
+            slots=b.slots[i : i + 1],
+            positions=b.positions[i : i + 1],
+        )
+        np.testing.assert_array_equal(attend(q[i : i + 1], kv, one, **options)[0], together[i : i + 1])
 
 
 @pytest.mark.parametrize("uniform", [False, True])
