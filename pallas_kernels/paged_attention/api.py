@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.units import Schedule, schedule, slots
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SIZES = (64, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
@@ -49,7 +54,7 @@ def _unserved(heads: int, kv_heads: int, size: int, page: int, dtype: jnp.dtype,
 
 def unit_tokens(group: int, size: int) -> int:
     """Tokens that a unit of the schedule holds where `group` query heads of `size` share a KV head."""
-    return gpu.Rows(group, size).per_unit
+    return _kernel().Rows(group, size).per_unit
 
 
 def paged_attention(
@@ -100,6 +105,7 @@ def paged_attention(
     if reason is not None:
         raise ValueError(f"the paged attention kernel does not serve this: {reason}; use the XLA path")
     (tokens, heads, size), (kv_heads, page) = q.shape, kv.shape[2:4]
+    gpu = _kernel()
     g = gpu.Geometry(
         heads=heads,
         kv_heads=kv_heads,
@@ -127,3 +133,8 @@ def paged_attention(
         slots(len(starts), g.longest),
         interpret,
     )
+
+
+def _kernel() -> ModuleType:
+    """Imported by the first that needs it: with it comes a compiler for GPUs, of no use to a start on a CPU."""
+    return importlib.import_module("pallas_kernels.paged_attention.gpu")
