@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Int8
 
 HERE = Path(__file__).parent
-MULTIPLY = "jaxserve_multiply"
-"""XLA's name of it."""
+MULTIPLY, MULTIPLY_INT8 = "jaxserve_multiply", "jaxserve_multiply_int8"
+"""XLA's names of them."""
 COMPILERS = ("c++", "g++", "clang++")
 # Sums stay in the order in which they are written.
 MATHS = ("math-errno", "trapping-math", "signed-zeros")
@@ -114,15 +115,38 @@ def attend_name(head_dim: int, group: int) -> str:
 
 
 def multiply(
-    x: Num[Array, "T D"], w: Num[Array, "layers out D"], layer: Int[Array, ""], dtype: jnp.dtype, *, gated: bool = False
-) -> Num[Array, "T out"]:
-    """`x` times one layer of `w`, contracted over D, without a copy of the layer.
+    x: Float[Array, "T D"],
+    w: Float[Array, "layers out D"],
+    layer: Int[Array, ""],
+    dtype: jnp.dtype,
+    *,
+    gated: bool = False,
+) -> Float[Array, "T out"]:
+    """`x` times one layer of `w`, both float32 or both bfloat16, contracted over D, without a copy of the layer.
 
-    float32 and bfloat16 are summed in float32, the result is that or `x`'s type; int8 is summed in int32. `gated`:
-    silu of the product with the first half of the outputs, times the one with the second half; not of int8.
+    Summed in float32; `dtype` is that or bfloat16. `gated`: silu of the product with the first half of the outputs,
+    times the one with the second half.
     """
     call = jax.ffi.ffi_call(MULTIPLY, jax.ShapeDtypeStruct((len(x), w.shape[1] // (1 + gated)), dtype))
     return call(x, w, jnp.asarray(layer, jnp.int32)[None], gated=gated)
+
+
+def multiply_int8(
+    x: Float[Array, "T D"],
+    w: Int8[Array, "layers out D"],
+    scales: Float[Array, " out"],
+    layer: Int[Array, ""],
+    dtype: jnp.dtype,
+    *,
+    gated: bool = False,
+) -> Float[Array, "T out"]:
+    """`x` times one layer of `w * scales`: x becomes int8 a row at a time, the sums are exact, their results scaled.
+
+    `x` and `dtype` are float32 or bfloat16, `scales` float32, the layer's. `gated`: silu of the product with every
+    even output, times the one with the odd output after it.
+    """
+    call = jax.ffi.ffi_call(MULTIPLY_INT8, jax.ShapeDtypeStruct((len(x), w.shape[1] // (1 + gated)), dtype))
+    return call(x, w, scales, jnp.asarray(layer, jnp.int32)[None], gated=gated)
 
 
 def load(head_dim: int, group: int, folder: Path | None) -> Kernels:
@@ -140,24 +164,34 @@ def load(head_dim: int, group: int, folder: Path | None) -> Kernels:
         raise NativeError("no C++ compiler was found (set CXX, or install g++ or clang)")
     sizes = (f"-DJAXSERVE_HEAD_DIM={head_dim}", f"-DJAXSERVE_GROUP={group}")
     with _lock:
-        _register(attend_name(head_dim, group), "jaxserve_attend", "attention.cc", (compiler, *sizes), folder)
-        rows = _register(MULTIPLY, "jaxserve_multiply", "matmul.cc", (compiler,), folder).jaxserve_multiply_rows
+        attention = _library("attention.cc", (compiler, *sizes), folder)
+        matmul = _library("matmul.cc", (compiler,), folder)
+        _register(attend_name(head_dim, group), attention.jaxserve_attend)
+        _register(MULTIPLY, matmul.jaxserve_multiply)
+        _register(MULTIPLY_INT8, matmul.jaxserve_multiply_int8)
+    rows = matmul.jaxserve_multiply_rows
     rows.argtypes, rows.restype = [ctypes.c_int64], ctypes.c_int64
     return Kernels(head_dim, group, rows=rows(2), int8_rows=rows(1), float32_rows=rows(4))
 
 
 _lock = threading.Lock()
-_libraries: dict[str, ctypes.CDLL] = {}
-"""By XLA's name. XLA's own registry is one for the process, and takes a name once."""
+_libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
+"""By source and command."""
+_registered: set[str] = set()
+"""XLA's own registry is one for the process, and takes a name once."""
 
 
-def _register(name: str, symbol: str, source: str, command: tuple[str, ...], folder: Path | None) -> ctypes.CDLL:
-    if name not in _libraries:
+def _library(source: str, command: tuple[str, ...], folder: Path | None) -> ctypes.CDLL:
+    if (source, *command) not in _libraries:
         with nullcontext(folder) if folder else tempfile.TemporaryDirectory() as place:
-            library = ctypes.CDLL(str(_compiled(source, command, Path(place))))
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
-        _libraries[name] = library
-    return _libraries[name]
+            _libraries[source, *command] = ctypes.CDLL(str(_compiled(source, command, Path(place))))
+    return _libraries[source, *command]
+
+
+def _register(name: str, function: Callable[..., object]) -> None:
+    if name not in _registered:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+        _registered.add(name)
 
 
 def _compiled(source: str, command: tuple[str, ...], folder: Path) -> Path:

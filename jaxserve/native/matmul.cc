@@ -1,9 +1,9 @@
-// x [T, D] times the transpose of w [N, D] on a CPU, called by XLA (jax.ffi): float32 and bfloat16 summed in float32, int8 in
-// int32.
+// x [T, D] times the transpose of w [N, D] on a CPU, called by XLA (jax.ffi): float32, bfloat16, or int8 with scales. Sums are
+// float32, those of int8 int32.
 //
 // The weights are read where they lie: one layer of a stack that is never copied, in the order of the file. Every sum runs
-// over D in the same order whatever T is: a row's bits do not depend on the other rows. Gated, w is two matrices [2, N, D] and
-// the result silu of the first product times the second. Zeros at the end of x, which are a step's padding, cost nothing.
+// over D in the same order whatever T is: a row's bits do not depend on the other rows. Gated, w has 2N rows, and the result is
+// silu of N of them times the N others. Zeros at the end of x, which are a step's padding, cost nothing.
 //
 // All is counted in words of 32 bits: one float32, two bfloat16 or four int8. x is packed so that a vector holds the same word
 // of 16 rows. With AVX-512 a word of w is multiplied with such vectors; with AMX the tiles of w are the left operand as they
@@ -29,6 +29,8 @@ namespace {
 struct Shape {
   int64_t rows, depth, out;  // T, D in words, N
   bool gated;
+  const float* scales = nullptr;  // of int8: of each row of w
+  float* x_scales = nullptr;      // and of x, up to a multiple of 16 rows
 };
 
 #ifdef JAXSERVE_VECTORS
@@ -40,40 +42,63 @@ struct alignas(64) Sums {
   uint32_t of[kSide][kSide];  // [row of w, row of x]
 };
 
-// Rows 16 t .. 16 t + 15 of x, word by word: each vector holds one word of all of them. Missing rows are zero. Returns
-// whether any is not.
-bool pack(const uint32_t* x, const Shape& z, int64_t t, uint32_t* to) {
-  int rows = std::min<int64_t>(kSide, z.rows - t * kSide);
-  const uint32_t* from = x + t * kSide * z.depth;
+// Turns words of 16 rows. Returns whether any is not zero.
+bool turn(Ints (&row)[kSide], uint32_t* to) {
   Ints bits = {};
-  for (int64_t k = 0; k < z.depth; k += kSide, to += kSide * kSide) {
-    Ints row[kSide] = {};
-    for (int i = 0; i < rows; ++i) std::memcpy(&row[i], from + i * z.depth + k, sizeof(Ints));
-    for (Ints some : row) bits |= some;
-    transpose(row);
-    std::memcpy(to, row, sizeof row);
-  }
+  for (const Ints& some : row) bits |= some;
+  transpose(row);
+  std::memcpy(to, row, sizeof row);
   int32_t any = 0;
   for (int i = 0; i < kSide; ++i) any |= bits[i];
   return any;
 }
 
+// Rows 16 t .. 16 t + 15 of x, word by word: each vector holds one word of all of them. Missing rows are zero. Returns whether
+// any is not.
+bool pack(const uint32_t* x, const Shape& z, int64_t t, uint32_t* to) {
+  int rows = std::min<int64_t>(kSide, z.rows - t * kSide);
+  const uint32_t* from = x + t * kSide * z.depth;
+  bool any = false;
+  for (int64_t k = 0; k < z.depth; k += kSide, to += kSide * kSide) {
+    Ints row[kSide] = {};
+    for (int i = 0; i < rows; ++i) std::memcpy(&row[i], from + i * z.depth + k, sizeof(Ints));
+    any |= turn(row, to);
+  }
+  return any;
+}
+
+// The same of numbers that become int8: each row is divided by its scale, 1/127 of its largest number.
+template <typename In>
+bool pack_int8(const In* x, const Shape& z, int64_t t, uint32_t* to) {
+  int rows = std::min<int64_t>(kSide, z.rows - t * kSide);
+  int64_t depth = z.depth * 4;
+  const In* from = x + t * kSide * depth;
+  float* scale = z.x_scales + t * kSide;
+  std::fill(scale, scale + kSide, 1.0f);
+  for (int i = 0; i < rows; ++i) {
+    __m512i largest = _mm512_setzero_si512();  // as integers, of which those that are not finite are the largest
+    for (int64_t k = 0; k < depth; k += kLanes)
+      largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(load(from + i * depth + k))));
+    if (int32_t most = _mm512_reduce_max_epi32(largest)) scale[i] = as_float(most) / 127;
+  }
+  bool any = false;
+  for (int64_t k = 0; k < z.depth; k += kSide, to += kSide * kSide) {
+    Ints row[kSide] = {};
+    for (int i = 0; i < rows; ++i)
+      for (int part = 0; part < 4; ++part) {
+        __m512 x = load(from + i * depth + k * 4 + part * kLanes) / scale[i];
+        __m128i narrow = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+        std::memcpy(reinterpret_cast<char*>(&row[i]) + part * kLanes, &narrow, sizeof narrow);
+      }
+    any |= turn(row, to);
+  }
+  return any;
+}
+
 void put(const Ints& x, float* to) { std::memcpy(to, &x, sizeof x); }
-void put(const Ints& x, int32_t* to) { std::memcpy(to, &x, sizeof x); }
 void put(const Ints& x, uint16_t* to) {
   auto narrow = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
   std::memcpy(to, &narrow, sizeof narrow);
-}
-
-// The rows of w that one thread takes: 16 from `first` on, and 16 from `second` on unless that is below 0.
-struct Block {
-  int64_t first, second;
-};
-int64_t blocks(const Shape& z) { return z.gated ? z.out / kSide : (z.out / kSide + 1) / 2; }
-Block block_at(int64_t i, const Shape& z) {
-  if (z.gated) return {i * kSide, z.out + i * kSide};
-  int64_t second = (2 * i + 1) * kSide;
-  return {2 * i * kSide, second < z.out ? second : -1};
 }
 
 // Sums into y [T, N] from row t and column n on.
@@ -86,19 +111,6 @@ void store(const Sums& sums, int64_t n, int64_t t, const Shape& z, Out* y) {
   for (int64_t i = 0; i < rows; ++i) put(row[i], y + (t + i) * z.out + n);
 }
 
-// The sums of a block, [16 of w, 16 of x] twice.
-template <typename Out>
-void store(Sums& first, const Sums& second, const Block& b, int64_t t, const Shape& z, Out* y) {
-  if constexpr (!std::is_same_v<Out, int32_t>)
-    if (z.gated)
-      for (int i = 0; i < kSide; ++i) {
-        Floats gate = _mm512_load_ps(first.of[i]), up = _mm512_load_ps(second.of[i]);
-        _mm512_store_ps(first.of[i], silu(gate) * up);
-      }
-  store(first, b.first, t, z, y);
-  if (!z.gated && b.second >= 0) store(second, b.second, t, z, y);
-}
-
 // What 128 too much in each element of x adds to the sum of a row of w.
 int32_t excess(const uint32_t* w, int64_t depth) {
   __m512i sum = _mm512_setzero_si512(), x = _mm512_set1_epi8(-128);
@@ -106,12 +118,12 @@ int32_t excess(const uint32_t* w, int64_t depth) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-// Of each type: what x becomes when it is loaded, how a word is multiplied and added in every lane, what the sum then is.
+// Of each type: what x becomes when it is loaded, and how a word is multiplied and added in every lane.
 struct Float32 {
+  static constexpr bool kInt8 = false;
   using Sum = __m512;
   static __m512i from(__m512i x) { return x; }
   static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum); }
-  static __m512i value(Sum sum, const uint32_t*, int64_t) { return _mm512_castps_si512(sum); }
 };
 struct Bfloat16 : Float32 {
   static Sum add(Sum sum, __m512i x, __m512i w) {
@@ -119,17 +131,61 @@ struct Bfloat16 : Float32 {
   }
 };
 struct Int8 {  // the processor multiplies bytes without a sign by bytes with one: 128 is added to x
+  static constexpr bool kInt8 = true;
   using Sum = __m512i;
   static __m512i from(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
   static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
-  static __m512i value(Sum sum, const uint32_t* w, int64_t depth) {
-    return _mm512_sub_epi32(sum, _mm512_set1_epi32(excess(w, depth)));
+  // Takes what that adds out of the sums of R rows of w. If the last lane is of no row, it holds just that.
+  template <int R>
+  static void correct(Sum (&sum)[R], const uint32_t* w, int64_t depth, bool spare, const Sum (&last)[R]) {
+    for (int r = 0; r < R; ++r) {
+      int32_t more = spare ? reinterpret_cast<const Ints&>(last[r])[kSide - 1] : excess(w + r * depth, depth);
+      sum[r] = _mm512_sub_epi32(sum[r], _mm512_set1_epi32(more));
+    }
   }
 };
 
+// The rows of w that one thread takes: 16 from `first` on, and 16 from `second` on unless that is below 0, for columns of y
+// from `out` on. The two rows that a gate joins are N apart, those of int8 beside each other.
+struct Block {
+  int64_t first, second, out;
+};
+int64_t blocks(const Shape& z) { return z.gated ? z.out / kSide : (z.out / kSide + 1) / 2; }
+template <typename Type>
+Block block_at(int64_t i, const Shape& z) {
+  if (z.gated && !Type::kInt8) return {i * kSide, z.out + i * kSide, i * kSide};
+  int64_t first = 2 * i * kSide, second = first + kSide;
+  if (z.gated) return {first, second, i * kSide};
+  return {first, second < z.out ? second : -1, first};
+}
+
+// The sums of a block, [16 of w, 16 of x] twice.
+template <typename Type, typename Out>
+void store(Sums& first, Sums& second, const Block& b, int64_t t, const Shape& z, Out* y) {
+  auto floats = [](Sums& sums, int i) -> Floats& { return reinterpret_cast<Floats&>(sums.of[i]); };
+  if constexpr (Type::kInt8)
+    for (int part = 0; part < (b.second < 0 ? 1 : 2); ++part)
+      for (int i = 0; i < kSide; ++i) {
+        Floats& sum = floats(part ? second : first, i);
+        Floats scale = load(z.x_scales + t) * z.scales[(part ? b.second : b.first) + i];
+        sum = __builtin_convertvector(reinterpret_cast<Ints>(sum), Floats) * scale;
+      }
+  if (z.gated) {
+    Sums joined;
+    for (int i = 0; i < kSide; ++i) {
+      Sums& part = i < kSide / 2 ? first : second;
+      int pair = i % (kSide / 2) * 2;
+      floats(joined, i) = Type::kInt8 ? silu(floats(part, pair)) * floats(part, pair + 1) : silu(floats(first, i)) * floats(second, i);
+    }
+    return store(joined, b.out, t, z, y);
+  }
+  store(first, b.out, t, z, y);
+  if (b.second >= 0) store(second, b.out + kSide, t, z, y);
+}
+
 // R rows of w by M vectors of rows of x.
 template <typename Type, int M, int R>
-void add_rows(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to, int first) {
+void add_rows(const uint32_t* x, const uint32_t* w, int64_t depth, bool spare, Sums* to, int first) {
   typename Type::Sum sum[M][R] = {};
   for (int64_t k = 0; k < depth; k += kSide) {
     for (int r = 0; r < R; ++r) __builtin_prefetch(w + (r + R) * depth + k);
@@ -145,15 +201,17 @@ void add_rows(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to, int
       }
     }
   }
+  if constexpr (Type::kInt8)
+    for (int m = 0; m < M; ++m) Type::correct(sum[m], w, depth, spare, sum[M - 1]);
   for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) _mm512_store_si512(to[m].of[first + r], Type::value(sum[m][r], w + r * depth, depth));
+    for (int m = 0; m < M; ++m) std::memcpy(to[m].of[first + r], &sum[m][r], sizeof sum[m][r]);
 }
 
 // 16 rows of w by M vectors of rows of x.
 template <typename Type, int M>
-void add(const uint32_t* x, const uint32_t* w, int64_t depth, Sums* to) {
+void add(const uint32_t* x, const uint32_t* w, int64_t depth, bool spare, Sums* to) {
   constexpr int kRows = M == 1 ? kSide : kSide / 2;  // whose sums fit the registers
-  for (int i = 0; i < kSide; i += kRows) add_rows<Type, M, kRows>(x, w + i * depth, depth, to, i);
+  for (int i = 0; i < kSide; i += kRows) add_rows<Type, M, kRows>(x, w + i * depth, depth, spare, to, i);
 }
 
 template <typename Type, typename Out>
@@ -163,13 +221,14 @@ void vector_block(const uint32_t* x, const uint32_t* w, const Block& b, const Sh
   for (int64_t t = 0, m; t < tall; t += m) {
     m = tall - t == kMost + 1 ? 2 : std::min<int64_t>(kMost, tall - t);
     const uint32_t* left = x + t * kSide * z.depth;
+    bool spare = t + m == tall && z.rows % kSide;
     for (int part = 0; part < (b.second < 0 ? 1 : 2); ++part) {
       const uint32_t* right = w + (part ? b.second : b.first) * z.depth;
-      if (m == 1) add<Type, 1>(left, right, z.depth, sums[part]);
-      if (m == 2) add<Type, 2>(left, right, z.depth, sums[part]);
-      if (m == 3) add<Type, 3>(left, right, z.depth, sums[part]);
+      if (m == 1) add<Type, 1>(left, right, z.depth, spare, sums[part]);
+      if (m == 2) add<Type, 2>(left, right, z.depth, spare, sums[part]);
+      if (m == 3) add<Type, 3>(left, right, z.depth, spare, sums[part]);
     }
-    for (int i = 0; i < m; ++i) store(sums[0][i], sums[1][i], b, (t + i) * kSide, z, y);
+    for (int i = 0; i < m; ++i) store<Type>(sums[0][i], sums[1][i], b, (t + i) * kSide, z, y);
   }
 }
 
@@ -187,15 +246,14 @@ bool allowed() {
   return yes;
 }
 
-// What `Out` sums: int8 in int32, bfloat16 in float32.
 #define JAXSERVE_ADD(to, a, b)                  \
-  if constexpr (std::is_same_v<Out, int32_t>) { \
+  if constexpr (Type::kInt8) {                  \
     _tile_dpbssd(to, a, b);                     \
   } else {                                      \
     _tile_dpbf16ps(to, a, b);                   \
   }
 
-template <typename Out>
+template <typename Type, typename Out>
 void tile_block(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
   static const Layout layout;
   _tile_loadconfig(&layout);
@@ -226,8 +284,8 @@ void tile_block(const uint32_t* x, const uint32_t* w, const Block& b, const Shap
     _tile_stored(1, sum[1].of, 64);
     _tile_stored(2, sum[2].of, 64);
     _tile_stored(3, sum[3].of, 64);
-    store(sum[0], sum[1], b, t, z, y);
-    if (wide) store(sum[2], sum[3], b, t + kSide, z, y);
+    store<Type>(sum[0], sum[1], b, t, z, y);
+    if (wide) store<Type>(sum[2], sum[3], b, t + kSide, z, y);
   }
   _tile_release();
 }
@@ -238,25 +296,30 @@ template <typename Type, typename Out>
 void run(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
 #ifdef JAXSERVE_TILES
   if constexpr (!std::is_same_v<Type, Float32>)
-    if (allowed()) return tile_block(x, w, b, z, y);
+    if (allowed()) return tile_block<Type>(x, w, b, z, y);
 #endif
   vector_block<Type>(x, w, b, z, y);
 }
 
-template <typename Type, typename Out>
-ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, Shape z, Out* y) {
+template <typename Type, typename In, typename Out>
+ffi::Error multiply(ffi::ThreadPool& pool, const In* x, const uint32_t* w, Shape z, Out* y) {
   int64_t tall = (z.rows + kSide - 1) / kSide, size = z.depth * kSide;
-  std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * size + kSide]);
+  std::unique_ptr<uint32_t[]> memory(new uint32_t[tall * (size + kSide) + kSide]);
   uint32_t* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
+  z.x_scales = reinterpret_cast<float*>(packed + tall * size);
   std::atomic<int64_t> live{0};  // rows up to the last that is not zero
   share(pool, tall, [=, &live](int64_t t) {
+    bool any;
+    if constexpr (Type::kInt8)
+      any = pack_int8(x, z, t, packed + t * size);
+    else
+      any = pack(reinterpret_cast<const uint32_t*>(x), z, t, packed + t * size);
     int64_t end = std::min((t + 1) * kSide, z.rows), most = live;
-    if (pack(x, z, t, packed + t * size))
-      while (most < end && !live.compare_exchange_weak(most, end)) continue;
+    while (any && most < end && !live.compare_exchange_weak(most, end)) continue;
   });
   std::fill(y + live * z.out, y + z.rows * z.out, Out{});
   z.rows = live;
-  share(pool, blocks(z), [=](int64_t i) { run<Type>(packed, w, block_at(i, z), z, y); });
+  share(pool, blocks(z), [=](int64_t i) { run<Type>(packed, w, block_at<Type>(i, z), z, y); });
   return ffi::Error::Success();
 }
 
@@ -266,17 +329,16 @@ struct Float32 {};
 struct Bfloat16 {};
 struct Int8 {};
 
-template <typename Type, typename Out>
-ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w, const Shape& z, Out* y) {
+template <typename Type, typename In, typename Out>
+ffi::Error multiply(ffi::ThreadPool& pool, const In* x, const uint32_t* w, const Shape& z, Out* y) {
   if constexpr (!std::is_same_v<Type, Bfloat16>) {
     return ffi::Error::InvalidArgument("only bfloat16 without AVX-512");
   } else {
     int64_t depth = z.depth * 2;
-    auto halves = [](const uint32_t* words) { return reinterpret_cast<const uint16_t*>(words); };
     auto sum = [=](int64_t t, int64_t n) {
+      auto row = reinterpret_cast<const uint16_t*>(w) + n * depth;
       Floats sum = {};
-      for (int64_t k = 0; k < depth; k += kLanes) 
-        sum = multiply_add(load(halves(x) + t * depth + k), load(halves(w) + n * depth + k), sum);
+      for (int64_t k = 0; k < depth; k += kLanes) sum = multiply_add(load(x + t * depth + k), load(row + k), sum);
       return total(sum);
     };
     share(pool, z.out / 16, [=](int64_t block) {
@@ -290,30 +352,54 @@ ffi::Error multiply(ffi::ThreadPool& pool, const uint32_t* x, const uint32_t* w,
 
 #endif
 
-ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
-                    ffi::Result<ffi::AnyBuffer> y, bool gated) {
+// Calls run(x, y) with pointers of their types: float32 or bfloat16.
+template <typename F>
+ffi::Error typed(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& y, F run) {
+  auto out = [&](auto* xs) {
+    if (y->element_type() == ffi::F32) return run(xs, static_cast<float*>(y->untyped_data()));
+    if (y->element_type() == ffi::BF16) return run(xs, static_cast<uint16_t*>(y->untyped_data()));
+    return ffi::Error::InvalidArgument("the result must be float32 or bfloat16");
+  };
+  if (x.element_type() == ffi::F32) return out(static_cast<const float*>(x.untyped_data()));
+  if (x.element_type() == ffi::BF16) return out(static_cast<const uint16_t*>(x.untyped_data()));
+  return ffi::Error::InvalidArgument("x must be float32 or bfloat16");
+}
+
+// Calls run(w, z) with the layer's weights.
+template <typename F>
+ffi::Error shaped(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, int64_t bytes, int32_t layer, bool gated, F run) {
   auto dims = w.dimensions();
-  auto from = w.element_type(), to = y->element_type();
-  if (x.element_type() != from) return ffi::Error::InvalidArgument("x and w must be of one type");
-  int64_t bytes = from == ffi::F32 ? 4 : from == ffi::BF16 ? 2 : 1;
   Shape z{x.dimensions()[0], dims[2] * bytes / 4, gated ? dims[1] / 2 : dims[1], gated};
   if (z.out % 16 || z.depth % 16 || dims[2] * bytes % 4)
-    return ffi::Error::InvalidArgument("N, of each of two if gated, must be a multiple of 16, a row of w one of 64 bytes");
-  if (gated && to == ffi::S32) return ffi::Error::InvalidArgument("integers have no gate");
-  auto xs = static_cast<const uint32_t*>(x.untyped_data());
-  auto ws = static_cast<const uint32_t*>(w.untyped_data()) + layer.typed_data()[0] * dims[1] * z.depth;
-  void* ys = y->untyped_data();
-  if (from == ffi::S8 && to == ffi::S32) return multiply<Int8>(pool, xs, ws, z, static_cast<int32_t*>(ys));
-  if (from == ffi::F32 && to == ffi::F32) return multiply<Float32>(pool, xs, ws, z, static_cast<float*>(ys));
-  if (from == ffi::BF16 && to == ffi::F32) return multiply<Bfloat16>(pool, xs, ws, z, static_cast<float*>(ys));
-  if (from == ffi::BF16 && to == ffi::BF16) return multiply<Bfloat16>(pool, xs, ws, z, static_cast<uint16_t*>(ys));
-  return ffi::Error::InvalidArgument("float32 gives itself, bfloat16 itself or float32, int8 gives int32");
+    return ffi::Error::InvalidArgument("N must be a multiple of 16, a row of w one of 64 bytes");
+  return run(static_cast<const uint32_t*>(w.untyped_data()) + layer * dims[1] * z.depth, z);
+}
+
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                    ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  if (x.element_type() != w.element_type()) return ffi::Error::InvalidArgument("x and w must be of one type");
+  int64_t bytes = x.element_type() == ffi::F32 ? 4 : 2;
+  return shaped(x, w, bytes, layer.typed_data()[0], gated, [&](const uint32_t* from, const Shape& z) {
+    return typed(x, y, [&](auto* xs, auto* ys) {
+      using In = std::remove_cv_t<std::remove_pointer_t<decltype(xs)>>;
+      return multiply<std::conditional_t<std::is_same_v<In, float>, Float32, Bfloat16>>(pool, xs, from, z, ys);
+    });
+  });
+}
+
+ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
+                        ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  if (w.element_type() != ffi::S8) return ffi::Error::InvalidArgument("w must be int8");
+  return shaped(x, w, 1, layer.typed_data()[0], gated, [&](const uint32_t* from, Shape z) {
+    z.scales = scales.typed_data();
+    return typed(x, y, [&](auto* xs, auto* ys) { return multiply<Int8>(pool, xs, from, z, ys); });
+  });
 }
 
 }  // namespace
 }  // namespace jaxserve
 
-// The most rows of elements of so many bytes that it multiplies faster than XLA does.
+// The most rows that it multiplies faster than XLA does, by weights of so many bytes.
 extern "C" int64_t jaxserve_multiply_rows(int64_t bytes) {
 #ifdef JAXSERVE_VECTORS
   return int64_t{1} << 30;
@@ -329,4 +415,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_multiply, jaxserve::Multiply,
                                   .Arg<xla::ffi::AnyBuffer>()              // w [layers, N, D]
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // layer [1]
                                   .Ret<xla::ffi::AnyBuffer>()              // y [T, N]
-                              .Attr<bool>("gated"));
+                                  .Attr<bool>("gated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_multiply_int8, jaxserve::MultiplyInt8,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x [T, D]
+                                  .Arg<xla::ffi::AnyBuffer>()              // w [layers, N, D]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // scales [N] of the layer's rows
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // layer [1]
+                                  .Ret<xla::ffi::AnyBuffer>()              // y [T, N]
+                                  .Attr<bool>("gated"));

@@ -66,7 +66,7 @@ class Int8Weight:
         return values.reshape(stored.shape), scales.reshape(stored.shape[:-1])
 
     def project(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
-        y = self._multiply(x).astype(x.dtype)
+        y = self._multiply(x, x.dtype)
         outputs = _stored_order(self.axes, len(self.axes))[:-1]
         return y.transpose(0, *(1 + outputs.index(i) for i in sorted(outputs)))
 
@@ -75,13 +75,13 @@ class Int8Weight:
         return (values * scales[:, None]).astype(self.dtype)
 
     def unembed(self, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        return self._multiply(x)
+        return self._multiply(x, jnp.float32)
 
-    def _multiply(self, x: Float[Array, "T D"]) -> Float[Array, "T *out"]:
-        """In float32. A sum over an axis that is split is one of integers, its token's scale one of all devices."""
+    def _multiply(self, x: Float[Array, "T D"], dtype: jnp.dtype) -> Float[Array, "T *out"]:
+        """A sum over an axis that is split is one of integers, its token's scale one of all devices."""
         rows, scale = _encode(x)
         sums = self._product(rows).reshape(len(x), *self.scales.shape)
-        return sums * (scale.reshape(-1, *(1,) * self.scales.ndim) * self.scales)
+        return (sums * (scale.reshape(-1, *(1,) * self.scales.ndim) * self.scales)).astype(dtype)
 
     def _product(self, x: Int8[Array, "T D"]) -> Int32[Array, "T out"]:
         w = self.values.reshape(-1, self.values.shape[-1])

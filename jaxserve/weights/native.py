@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Int8, Int32
+from jaxtyping import Array, Float, Int, Num
 
 from jaxserve import native
 from jaxserve.weights import leaf
@@ -37,7 +37,7 @@ class NativeWeight:
     def project_gated(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
         if len(x) > self.rows or self.stack.shape[-2] % native.OUT:
             return leaf.gate(self.project(x))
-        return _multiply(x, self.stack, self.layer, x.dtype, gated=True)
+        return native.multiply(x, *_stack(self.stack, self.layer), x.dtype, gated=True)
 
     def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return leaf.embed(ids, self._array())
@@ -46,7 +46,8 @@ class NativeWeight:
         return self._times(x, jnp.float32) if len(x) <= self.rows else leaf.unembed(x, self._array())
 
     def _times(self, x: Float[Array, "T D"], dtype: jnp.dtype) -> Float[Array, "T *out"]:
-        return _multiply(x, self.stack, self.layer, dtype).reshape(-1, *self.stack.shape[-self.dims : -1])
+        y = native.multiply(x, *_stack(self.stack, self.layer), dtype)
+        return y.reshape(-1, *self.stack.shape[-self.dims : -1])
 
     def _array(self) -> Float[Array, "*out D"]:
         return self.stack if self.layer is None else self.stack[self.layer]
@@ -58,22 +59,28 @@ class NativeInt8Weight(Int8Weight):
     """An `Int8Weight` whose values stay in their stack; the scales are its layer's once it has one."""
 
     layer: Int[Array, ""] | None = None
-    rows: int = field(default=0, metadata={"static": True})
 
     def at_layer(self, layer: Int[Array, ""]) -> NativeInt8Weight:
-        return NativeInt8Weight(self.values, self.scales[layer], self.axes, self.dtype, layer, self.rows)
+        return NativeInt8Weight(self.values, self.scales[layer], self.axes, self.dtype, layer)
 
-    def _product(self, x: Int8[Array, "T D"]) -> Int32[Array, "T out"]:
-        if len(x) <= self.rows:
-            return _multiply(x, self.values, self.layer, jnp.int32)
-        values = self.values if self.layer is None else self.values[self.layer]
-        return Int8Weight(values, self.scales, self.axes, self.dtype)._product(x)
+    def project_gated(self, x: Float[Array, "T D"]) -> Float[Array, "T ..."]:
+        """The kernel joins outputs that are stored beside each other, as those without a name are."""
+        if self.scales.shape[-1] != 2 or len(self.scales) % native.OUT:
+            return leaf.gate(self.project(x))
+        return self._times(x, x.dtype, gated=True)
+
+    def _multiply(self, x: Float[Array, "T D"], dtype: jnp.dtype) -> Float[Array, "T *out"]:
+        return self._times(x, dtype).reshape(-1, *self.scales.shape)
+
+    def _times(self, x: Float[Array, "T D"], dtype: jnp.dtype, *, gated: bool = False) -> Float[Array, "T out"]:
+        stack, layer = _stack(self.values, self.layer)
+        return native.multiply_int8(x, stack, self.scales.reshape(-1), layer, dtype, gated=gated)
 
 
-def _multiply(x: Array, stack: Array, layer: Int[Array, ""] | None, dtype: jnp.dtype, *, gated: bool = False) -> Array:
-    """[T, D] by one layer of [layers, *out, D], or by [*out, D] where `layer` is None, to [T, out]."""
-    stack = stack.reshape(1 if layer is None else len(stack), -1, x.shape[-1])
-    return native.multiply(x, stack, jnp.int32(0) if layer is None else layer, dtype, gated=gated)
+def _stack(stack: Array, layer: Int[Array, ""] | None) -> tuple[Num[Array, "layers out D"], Int[Array, ""]]:
+    """Of [layers, *out, D], or of [*out, D] where `layer` is None."""
+    layers = 1 if layer is None else len(stack)
+    return stack.reshape(layers, -1, stack.shape[-1]), jnp.int32(0) if layer is None else layer
 
 
 def in_place[M: nnx.Module](model: M, kernels: native.Kernels) -> M:
@@ -93,7 +100,7 @@ def in_place[M: nnx.Module](model: M, kernels: native.Kernels) -> M:
         if not rows:
             return entry
         if isinstance(value, Int8Weight):
-            return entry.replace(NativeInt8Weight(**{f.name: getattr(value, f.name) for f in fields(value)}, rows=rows))
+            return entry.replace(NativeInt8Weight(**{f.name: getattr(value, f.name) for f in fields(value)}))
         return entry.replace(NativeWeight(value, None, len(axes), rows))
 
     return jax.tree.map(replaced, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
