@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
     from jaxserve.engine import Engine
     from jaxserve.forecast import Forecast
-    from jaxserve.launch import Launched, launch
+    from jaxserve.launching import Launched, launch
     from jaxserve.llm import LLM
 
 __version__ = "0.1.0"
@@ -49,8 +49,8 @@ _LAZY = {
     "AsyncEngine": "jaxserve.async_engine",
     "Engine": "jaxserve.engine",
     "Forecast": "jaxserve.forecast",
-    "Launched": "jaxserve.launch",
-    "launch": "jaxserve.launch",
+    "Launched": "jaxserve.launching",
+    "launch": "jaxserve.launching",
 }
 
 

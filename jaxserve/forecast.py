@@ -24,7 +24,7 @@ from jaxserve.device import mesh as meshes
 from jaxserve.device import programs as programlib
 from jaxserve.device.audit import Program
 from jaxserve.device.programs import Shapes
-from jaxserve.launch import size
+from jaxserve.launching import size
 from jaxserve.models.known import CONFIGS
 from jaxserve.weights import source
 from jaxserve.weights.checkpoint import Checkpoint

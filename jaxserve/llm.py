@@ -18,7 +18,7 @@ from jaxserve.beam import Beam, BeamSearch, BeamSearchOutput, BeamSearchSequence
 from jaxserve.config import EngineConfig, ServerConfig, check_names, names_of, read_yaml, split
 from jaxserve.deltas import Deltas
 from jaxserve.grammar.compile import Grammar
-from jaxserve.launch import Launched, Progress, launch
+from jaxserve.launching import Launched, Progress, launch
 from jaxserve.prompts import Prompt, TokensPrompt, bad_word_tokens, tokens_of
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import BeamSearchParams, Observer, Request, RequestOutput, SamplingParams

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve import launch as launching
+from jaxserve import launching
 from jaxserve.config import EngineConfig
-from jaxserve.launch import Launched, launch
+from jaxserve.launching import Launched, launch
 from jaxserve.types import Request, SamplingParams
 from jaxserve.weights.checkpoint import LoadError
 from jaxserve.weights.readers.description import Description

@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device import mesh as meshes
 from jaxserve.device import programs
 from jaxserve.forecast import Forecast, describe
-from jaxserve.launch import launch, size
+from jaxserve.launching import launch, size
 from jaxserve.models.known import CONFIGS
 from jaxserve.weights.readers.description import Description
 from tests.models.cases import Case

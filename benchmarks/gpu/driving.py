@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.gpu.sizes import Model
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.launch import Launched, launch
+from jaxserve.launching import Launched, launch
 from jaxserve.types import Request
 
 

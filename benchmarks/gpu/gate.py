@@ -8,7 +8,7 @@ from benchmarks.gpu.record import Row
 from jaxserve.device import audit, programs
 from jaxserve.device.audit import Expected
 from jaxserve.device.programs import Shapes
-from jaxserve.launch import GPU_OPTIONS
+from jaxserve.launching import GPU_OPTIONS
 
 TOKENS, ROWS = (1, 16, 256, 2048), (1, 16, 256)
 """Sizes that are checked, as far as the engine has them; else its largest."""

@@ -13,7 +13,7 @@ from benchmarks.gpu.driving import Driver, start
 from benchmarks.gpu.parts import Work, each
 from benchmarks.gpu.record import CROWD, Piece, Row
 from benchmarks.gpu.sizes import Crowd, Model, Size
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 
 
 def measure(size: Size, work: Work, argument: str) -> Iterator[Row]:

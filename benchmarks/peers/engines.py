@@ -42,7 +42,7 @@ class Engine:
             return "starts as its other variants do"
         if not case.caching and not self.caches:
             return "no prefix cache to turn off"
-        return "too slow for it" if self.some.get(case.workload) == 0 else ""
+        return "one by one stands for it" if self.some.get(case.workload) == 0 else ""
 
 
 def _transformers(how: str, variant: str, some: Mapping[str, int]) -> Engine:

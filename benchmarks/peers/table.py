@@ -75,10 +75,10 @@ def _made(measured: Mapping[str, float]) -> dict[str, float]:
 
 
 def _alike(record: Record, records: Sequence[Record]) -> dict[str, float]:
-    """Empty where either has told no tokens of this case in this turn."""
+    """Empty where either has told no tokens of this case in this turn, or of one request, which shares nothing out."""
     ours = next((r.first for r in records if (r.case, r.engine, r.run) == (record.case, OURS, record.run)), [])
     pairs = list(zip(record.first, ours, strict=False))  # some engines answer only the first requests
-    return {"alike": statistics.mean(a == b for a, b in pairs)} if pairs else {}
+    return {"alike": statistics.mean(a == b for a, b in pairs)} if len(pairs) > 1 else {}
 
 
 def section(

@@ -1,10 +1,13 @@
 """The rooms import in one direction only. The contracts themselves are in pyproject.toml."""
 
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import jaxserve
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +32,9 @@ print(*sorted({{name.partition(".")[0] for name in sys.modules}} & {{"jax", "jax
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_no_public_name_is_a_modules_too():
+    """Importing a submodule sets it on its package, where it would hide what is found when it is first asked for."""
+    public = set(jaxserve.__all__)
+    assert not public & {found.name for found in pkgutil.iter_modules(jaxserve.__path__)}

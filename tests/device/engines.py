@@ -19,7 +19,7 @@ from jaxserve.deltas import Deltas
 from jaxserve.engine import Engine
 from jaxserve.grammar.compile import Compiler
 from jaxserve.host.scheduler import Scheduler
-from jaxserve.launch import Launched, launch
+from jaxserve.launching import Launched, launch
 from jaxserve.types import Request, RequestOutput, SamplingParams
 from tests.models.cases import Case
 

@@ -21,7 +21,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device import executables, programs
 from jaxserve.device import mesh as meshes
 from jaxserve.device.executables import Program, Store, open_store
-from jaxserve.launch import size
+from jaxserve.launching import size
 from jaxserve.weights import source
 from tests.device.engines import engine, request, run, start, with_tokenizer
 from tests.models.cases import Case

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 from jaxserve.types import Request, RequestOutput
 from tests.device.engines import Tight, engine, request, run, start, tokens
 

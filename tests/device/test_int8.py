@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 from tests.device.engines import Tight, engine, request, run, start, tokens
 from tests.device.test_executor import TIGHT_PAGES, ask
 from tests.device.test_reference import cut, logprobs, walk

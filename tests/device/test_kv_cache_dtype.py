@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 from jaxserve.layers import dense
 from jaxserve.layers.stack import Decoder
 from tests.device.engines import Tight, engine, request, run, start, tokens

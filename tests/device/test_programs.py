@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.device import programs
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 from tests.device.engines import engine, request, run, start
 from tests.device.test_executor import PROMPTS
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.device.executor import Executor
-from jaxserve.launch import Launched
+from jaxserve.launching import Launched
 from jaxserve.plan import Admission, Chunk, PageEntry, StepPlan
 from jaxserve.types import SamplingParams
 from tests.device.engines import start

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.launch import Launched, launch
+from jaxserve.launching import Launched, launch
 from jaxserve.types import Request, RequestOutput, SamplingParams
 from tests.device.engines import Tight, engine, run
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.chips import chips
 from jaxserve.device import topology
 from jaxserve.device.audit import Expected
-from jaxserve.launch import GPU_OPTIONS
+from jaxserve.launching import GPU_OPTIONS
 
 LAYERS, EMBED, WIDTH, ROWS = 4, 2048, 4096, 16
 POOL = (LAYERS * 8, 2, 4, 16, 128)

@@ -10,7 +10,7 @@ from jaxserve.device import programs, topology
 from jaxserve.device.audit import Expected
 from jaxserve.device.executables import Program
 from jaxserve.device.programs import Buckets, Shapes
-from jaxserve.launch import size
+from jaxserve.launching import size
 from jaxserve.models.known import CONFIGS
 from jaxserve.weights.readers.description import Description
 

@@ -12,7 +12,7 @@ from jaxserve.config import EngineConfig, sampling_defaults
 from jaxserve.device import memory
 from jaxserve.device.memory import Needs, Wishes
 from jaxserve.grammar.constraint import Constraint
-from jaxserve.launch import end_tokens, generation_config, launch
+from jaxserve.launching import end_tokens, generation_config, launch
 from jaxserve.observe import timeline
 from jaxserve.plan import StepPlan, StepResult
 from jaxserve.prompts import bad_word_tokens, tokens_of
@@ -135,7 +135,7 @@ def test_generation_config_directory_brings_its_own_end(tmp_path: Path) -> None:
 
 
 def test_a_start_ends_with_an_account_of_its_phases(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jaxserve.launch")
+    caplog.set_level(logging.INFO, "jaxserve.launching")
     launched = launch(EngineConfig(model=str(with_tokenizer(CHECKPOINT)), token_buckets=(64,), **TINY))  # type: ignore[arg-type]
     launched.engine.close()
     told = timeline.read(caplog.text)
