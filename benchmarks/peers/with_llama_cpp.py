@@ -63,14 +63,8 @@ def command(python: Path, setting: Setting, port: int) -> list[str]:
     return [
         *(str(binary(python)), "--model", setting.model, "--host", "127.0.0.1", "--port", str(port)),
         *("--threads", str(setting.threads), "--threads-batch", str(setting.threads)),
-        *(
-            "--parallel",
-            str(setting.sequences),
-            "--no-kv-unified",
-            "--ctx-size",
-            str(setting.sequences * setting.length),
-        ),
-        *("--cache-type-k", kv, "--cache-type-v", kv, "--flash-attn", "on", "--no-webui"),
+        *("--parallel", str(setting.sequences), "--ctx-size", str(setting.sequences * setting.length)),
+        *("--no-kv-unified", "--cache-type-k", kv, "--cache-type-v", kv, "--flash-attn", "on", "--no-webui"),
     ]
 
 

@@ -17,7 +17,6 @@ PRECISIONS = {"bf16": "bf16", "f32": "f32", "int8": "bf16"}
 def start(setting: Setting) -> Answer:
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_seqs = setting.sequences
-    scheduling.max_num_batched_tokens = 2048
     scheduling.cache_size = POOL_GIB
     scheduling.enable_prefix_caching = setting.caching
     pipeline = genai.ContinuousBatchingPipeline(

@@ -19,23 +19,38 @@ namespace jaxserve {
 
 namespace ffi = xla::ffi;
 
-// Runs work(i) for i in [0, count) on this thread and on those of the pool that are free. A pool thread that comes late
-// finds nothing left; only items that have begun are waited for, so a busy pool can not hold this thread up.
+// Runs work(i) for i in [0, count) on this thread and on those of the pool that are free. Each begins with a stretch of its own,
+// as memory is read fastest in its order, and then helps with the others. A pool thread that comes late finds nothing left;
+// only items that have begun are waited for, so a busy pool can not hold this thread up.
 template <typename F>
 void share(ffi::ThreadPool& pool, int64_t count, F work) {
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   struct State {
     F work;
-    int64_t count;
-    std::atomic<int64_t> next{0}, done{0};
+    int64_t count, threads;
+    std::unique_ptr<Stretch[]> stretches{new Stretch[threads]};
+    std::atomic<int64_t> arrived{0}, done{0};
     void run() {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-        work(i);
-        done.fetch_add(1, std::memory_order_release);
+      int64_t mine = arrived.fetch_add(1, std::memory_order_relaxed);
+      for (int64_t n = 0; n < threads; ++n) {
+        Stretch& stretch = stretches[(mine + n) % threads];
+        for (int64_t i; (i = stretch.next.fetch_add(1, std::memory_order_relaxed)) < stretch.end;) {
+          work(i);
+          done.fetch_add(1, std::memory_order_release);
+        }
       }
     }
   };
-  std::shared_ptr<State> state(new State{std::move(work), count});
-  for (int64_t n = std::min<int64_t>(pool.num_threads(), count) - 1; n > 0; --n) pool.Schedule([state] { state->run(); });
+  int64_t threads = std::max<int64_t>(std::min<int64_t>(pool.num_threads(), count), 1);
+  std::shared_ptr<State> state(new State{std::move(work), count, threads});
+  for (int64_t n = 0; n < threads; ++n) {
+    state->stretches[n].next = count * n / threads;
+    state->stretches[n].end = count * (n + 1) / threads;
+  }
+  for (int64_t n = 1; n < threads; ++n) pool.Schedule([state] { state->run(); });
   state->run();
   while (state->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }

@@ -373,6 +373,7 @@ def test_the_commands_of_servers(tmp_path: Path):
     assert commands["vllm"][:5] == [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
     assert "--no-enable-prefix-caching" in served.command(ENGINES[1], installed, replace(setting, caching=False), 1)
     assert commands["llama_cpp"][0] == "/where/llama-server"
+    assert {"--no-kv-unified", "f16"} < set(commands["llama_cpp"])
     with pytest.raises(ValueError, match="has no server here"):
         served.command(next(engine for engine in ENGINES if engine.kind == "openvino"), installed, setting, 1)
 
