@@ -393,7 +393,7 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
             unit=_attention_unit(model, page),
         ),
         rows=RowShape(rows, length, -(-length // TILE) * TILE // page, c.padded_vocab, len(kv)),
-        buckets=_buckets(config, model),
+        buckets=_buckets(config, model, kernels),
         leaves=leaves,
         kv=kv,
         work=jax.jit(Work.empty, static_argnums=(0, 1, 2, 3), out_shardings=rep).eval_shape(
@@ -426,14 +426,17 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _buckets(config: EngineConfig, model: _Model) -> Buckets:
+def _buckets(config: EngineConfig, model: _Model, kernels: native.Kernels | None) -> Buckets:
     """On a CPU a step of few tokens is hardly faster than one of eight, and from eight on bfloat16 products agree.
+
+    Native products agree for any number of rows, so that a single row need not be sampled as four.
 
     Deterministic: only shapes whose products agree bit for bit in float32 too (docs/design).
     """
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert rows is not None and tokens is not None
-    least_tokens, least_rows = (1, 1) if model.on_gpu else (8, 4)
+    any_rows = model.on_gpu or (kernels is not None and kernels.rows >= tokens)
+    least_tokens, least_rows = 1 if model.on_gpu else 8, 1 if any_rows else 4
     if config.deterministic:
         least_tokens, least_rows = 64, rows
         if len(config.token_buckets) > 1 and config.token_buckets[0] < 64:

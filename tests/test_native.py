@@ -45,7 +45,7 @@ def product(x: jax.Array, w: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 100])
 @pytest.mark.parametrize(("depth", "out"), [(32, 16), (96, 48), (64, 112)])
 def test_a_product_is_the_sum_over_one_layer(kernels, rows: int, depth: int, out: int) -> None:
     x, w = draw(rows, depth), draw(3, out, depth)
@@ -81,7 +81,7 @@ def test_a_float32_product_is_the_sum_over_one_layer(kernels, rows: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 16, 33, 64, 100])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 33, 64, 100])
 def test_an_int8_product_is_exact(kernels, rows: int, dtype: jnp.dtype) -> None:
     """What both factors are rounded to is multiplied without an error."""
     if not kernels.int8_rows:
@@ -105,11 +105,14 @@ def test_an_int8_product_of_what_is_not_finite_is_not(kernels) -> None:
     assert np.isfinite(got[0]).all() and not np.isfinite(got[1:]).any()
 
 
-def test_a_row_does_not_depend_on_the_others(kernels) -> None:
-    x, w = draw(70, 64), draw(1, 32, 64)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_the_others(kernels, dtype: jnp.dtype) -> None:
+    if not kernels.multiplies(96, 32, dtype):
+        pytest.skip("this processor has neither AVX-512 nor AMX")
+    x, w = draw(70, 96, dtype=dtype), draw(1, 32, 96, dtype=dtype)
     run = jax.jit(native.multiply, static_argnames="dtype")
     whole = run(x, w, jnp.int32(0), dtype=jnp.float32)
-    for some in (slice(0, 1), slice(5, 25), slice(69, 70)):
+    for some in (slice(0, 1), slice(3, 5), slice(8, 12), slice(20, 25), slice(5, 25), slice(69, 70)):
         np.testing.assert_array_equal(whole[some], run(x[some], w, jnp.int32(0), dtype=jnp.float32))
 
 

@@ -38,6 +38,8 @@ struct Shape {
 constexpr int kSide = kLanes;  // words of a vector
 constexpr int kMost = 3;       // vectors of rows of x that are multiplied together
 
+constexpr int kFew = 4;        // rows of x for which the words of w are turned
+
 struct alignas(64) Sums {
   uint32_t of[kSide][kSide];  // [row of w, row of x]
 };
@@ -214,10 +216,48 @@ void add(const uint32_t* x, const uint32_t* w, int64_t depth, bool spare, Sums* 
   for (int i = 0; i < kSide; i += kRows) add_rows<Type, M, kRows>(x, w + i * depth, depth, spare, to, i);
 }
 
+// The same for few rows of x, of which the first lanes of a vector have one each: here the words of w are turned, so that one
+// word of x is multiplied with 16 rows of w at a time. That takes a fraction of the loads.
+template <typename Type, int T = kFew>
+void add_few(const uint32_t* x, const uint32_t* w, int64_t rows, int64_t depth, Sums& to) {
+  if constexpr (T > 1)
+    if (rows < T) return add_few<Type, T - 1>(x, w, rows, depth, to);
+  constexpr int kSums = T + Type::kInt8;  // and what is to be taken out of them, by the last lane, which is of no row
+  typename Type::Sum sum[kSums] = {};
+  for (int64_t k = 0; k < depth; k += kSide) {
+    Ints word[kSide];
+#pragma GCC unroll 16
+    for (int r = 0; r < kSide; ++r) {
+      __builtin_prefetch(w + (r + kSide) * depth + k);
+      std::memcpy(&word[r], w + r * depth + k, sizeof(Ints));
+    }
+    transpose(word);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i)
+#pragma GCC unroll 16
+      for (int t = 0; t < kSums; ++t) {
+        __m512i left = Type::from(_mm512_set1_epi32(x[(k + i) * kSide + (t < T ? t : kSide - 1)]));
+        sum[t] = Type::add(sum[t], left, reinterpret_cast<__m512i>(word[i]));
+      }
+  }
+  Ints row[kSide] = {};
+  for (int t = 0; t < T; ++t) {
+    if constexpr (Type::kInt8) sum[t] = _mm512_sub_epi32(sum[t], sum[T]);
+    std::memcpy(&row[t], &sum[t], sizeof(Ints));
+  }
+  transpose(row);
+  std::memcpy(to.of, row, sizeof row);
+}
+
 template <typename Type, typename Out>
 void vector_block(const uint32_t* x, const uint32_t* w, const Block& b, const Shape& z, Out* y) {
   Sums sums[2][kMost];
   int64_t tall = (z.rows + kSide - 1) / kSide;
+  if (z.rows <= kFew) {
+    add_few<Type>(x, w + b.first * z.depth, z.rows, z.depth, sums[0][0]);
+    if (b.second >= 0) add_few<Type>(x, w + b.second * z.depth, z.rows, z.depth, sums[1][0]);
+    return store<Type>(sums[0][0], sums[1][0], b, 0, z, y);
+  }
   for (int64_t t = 0, m; t < tall; t += m) {
     m = tall - t == kMost + 1 ? 2 : std::min<int64_t>(kMost, tall - t);
     const uint32_t* left = x + t * kSide * z.depth;
