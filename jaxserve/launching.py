@@ -376,9 +376,8 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
         for g in model.groups
     )
     kernels = _kernels(config, model)
-    abstract = model.abstract
-    if kernels is not None and model.mesh.size == 1:
-        abstract = in_place(abstract, kernels)
+    products = kernels if model.mesh.size == 1 else None
+    abstract = model.abstract if products is None else in_place(model.abstract, products)
     top = c.vocab if config.max_logprobs < 0 else min(config.max_logprobs, c.vocab)
     return Shapes(
         step=StepShape(
@@ -393,7 +392,7 @@ def _shapes(config: EngineConfig, model: _Model, pages: int) -> Shapes:
             unit=_attention_unit(model, page),
         ),
         rows=RowShape(rows, length, -(-length // TILE) * TILE // page, c.padded_vocab, len(kv)),
-        buckets=_buckets(config, model, kernels),
+        buckets=_buckets(config, model, products),
         leaves=leaves,
         kv=kv,
         work=jax.jit(Work.empty, static_argnums=(0, 1, 2, 3), out_shardings=rep).eval_shape(
@@ -426,7 +425,7 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _buckets(config: EngineConfig, model: _Model, kernels: native.Kernels | None) -> Buckets:
+def _buckets(config: EngineConfig, model: _Model, products: native.Kernels | None) -> Buckets:
     """On a CPU a step of few tokens is hardly faster than one of eight, and from eight on bfloat16 products agree.
 
     Native products agree for any number of rows, so that a single row need not be sampled as four.
@@ -435,7 +434,7 @@ def _buckets(config: EngineConfig, model: _Model, kernels: native.Kernels | None
     """
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert rows is not None and tokens is not None
-    any_rows = model.on_gpu or (kernels is not None and kernels.rows >= tokens)
+    any_rows = model.on_gpu or (products is not None and products.rows >= tokens)
     least_tokens, least_rows = 1 if model.on_gpu else 8, 1 if any_rows else 4
     if config.deterministic:
         least_tokens, least_rows = 64, rows

@@ -10,9 +10,10 @@ import pytest
 
 from jaxserve.config import EngineConfig, sampling_defaults
 from jaxserve.device import memory
+from jaxserve.device import mesh as meshes
 from jaxserve.device.memory import Needs, Wishes
 from jaxserve.grammar.constraint import Constraint
-from jaxserve.launching import end_tokens, generation_config, launch
+from jaxserve.launching import end_tokens, generation_config, launch, size
 from jaxserve.observe import timeline
 from jaxserve.plan import StepPlan, StepResult
 from jaxserve.prompts import bad_word_tokens, tokens_of
@@ -175,3 +176,15 @@ def test_where_sampling_defaults_and_ends_come_from(
     found = generation_config(EngineConfig(generation_config=directory), checkpoint)
     assert sampling_defaults(found) == sampling
     assert end_tokens(found, checkpoint, tokenizer_end=None) == eos
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_one_row_is_sampled_as_one_only_where_native_kernels_multiply(ways: int):
+    """XLA's products with few rows differ from those with many; on several devices all products are XLA's."""
+    config = EngineConfig(model=str(CHECKPOINT), tensor_parallel_size=ways, **{**TINY, "max_num_seqs": 16})
+    sized = size(config, source.open_checkpoint(CHECKPOINT), meshes.make(ways), None)
+    kernels = sized.shapes.step.kernels
+    native_products = ways == 1 and kernels is not None and kernels.rows >= 16
+    assert sized.shapes.buckets.rows[0] == (1 if native_products else 4)
+    plain = dataclasses.replace(config, cpu_kernels="xla")
+    assert size(plain, source.open_checkpoint(CHECKPOINT), meshes.make(ways), None).shapes.buckets.rows[0] == 4
